@@ -1,0 +1,1 @@
+"""Scheduler, requests, plans and statistics. Pure Python: no torch, no numpy, no I/O."""

@@ -1,0 +1,1 @@
+"""KV bookkeeping: block pool, block tables, prefix index, tiers. Pure Python: ids only, never tensors."""

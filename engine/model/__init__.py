@@ -1,0 +1,1 @@
+"""Model descriptions, checkpoints and weights. Knows no requests."""

@@ -1,0 +1,1 @@
+"""Token constraints and sampling references. Knows no requests."""
