@@ -1,0 +1,47 @@
+"""What both executors are told at start. `build.py` resolves every "auto" before it makes one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m2"]
+Quantization = Literal["none", "int8"]
+KVManager = Literal["paged", "virtual"]
+
+KV_ELEMENT_BYTES: dict[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorSettings:
+    """Sizes and choices of one executor. Byte budgets count when the number of blocks beside them is 0."""
+
+    max_model_len: int  # tokens of one sequence, prompt and output
+    max_num_seqs: int  # slots
+    max_batched_tokens: int  # rows of one step; buffers are made for this many
+
+    block_size: int = 16  # tokens, any integer from 1
+    num_blocks: int = 0  # device blocks; 0 = as many as kv_bytes holds
+    kv_bytes: int = 0
+    host_blocks: int = 0  # swap space; 0 = as many as host_bytes holds
+    host_bytes: int = 0
+    disk_dir: str = ""  # "" = no disk tier
+    disk_bytes: int = 0
+
+    dtype: Dtype = "bfloat16"  # of activations and of weights that aren't quantised
+    kv_dtype: KVDtype = "bfloat16"
+    kv_scale: float = 1.0  # fp8 only: stored = value / kv_scale, per tensor
+    kv_manager: KVManager = "paged"
+    quantization: Quantization = "none"  # "int8": dense weights are kept as int8; GGUF blocks stay as they are
+    image_cache: bool = True  # native: keep the packed weights beside the model for the next start
+    threads: int = 0  # native: 0 = one a core
+    isa: str = ""  # native: "" = the best that this machine has
+    device: str = "cpu"  # torch executor: a torch device
