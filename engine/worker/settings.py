@@ -38,10 +38,10 @@ class ExecutorSettings:
 
     dtype: Dtype = "bfloat16"  # of activations and of weights that aren't quantised
     kv_dtype: KVDtype = "bfloat16"
-    kv_scale: float = 1.0  # fp8 only: stored = value / kv_scale, per tensor
     kv_manager: KVManager = "paged"
     quantization: Quantization = "none"  # "int8": dense weights are kept as int8; GGUF blocks stay as they are
     image_cache: bool = True  # native: keep the packed weights beside the model for the next start
     threads: int = 0  # native: 0 = one a core
     isa: str = ""  # native: "" = the best that this machine has
     device: str = "cpu"  # torch executor: a torch device
+    deterministic: bool = True  # torch executor: one sequence at a time, so that no row's bits depend on its batch
