@@ -1,0 +1,251 @@
+"""The one door into the engine: nothing behind `add_request` checks a request again.
+
+Ranges, sizes, token ids and the room in the context. Every refusal is an InvalidRequest whose message names
+the field, the value and the limit, and whose `param` is the field's public name.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from engine.api import AddRequest, Grammar, SamplingParams
+from engine.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. Token counts and entries; the first two come from the model."""
+
+    max_model_len: int
+    vocab_size: int
+    n: int = 128
+    logprobs: int = 20
+    logit_bias: int = 1024
+    token_ids: int = 1024  # entries of stop_token_ids, and of bad_words
+    bad_word_tokens: int = 64
+    beam_width: int = 32
+    stop_strings: int = 4
+    stop_characters: int = 256
+    grammar_bytes: int = 64 * 1024
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_range(field: str, value: float, low: float, high: float) -> None:
+    """`low <= value <= high`, or InvalidRequest; NaN is outside of every range."""
+    if not low <= value <= high:
+        bound = f"at least {low:g}" if math.isinf(high) or high >= 2**31 else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{field} must be {bound}, got {_shown(value)}", param=field)
+
+
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Every id is inside the vocabulary, or InvalidRequest naming the first that isn't."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(
+            f"{field} has the token id {_shown(bad)}, but the vocabulary ends at {vocab_size - 1}", param=field
+        )
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{field} has {count} entries, at most {limit} are allowed", param=field)
+
+
+def stop_strings(value: str | Sequence[str] | None, limits: Limits) -> tuple[str, ...]:
+    """The `stop` field as a tuple. None is empty and not too long."""
+    stops = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    _check_count("stop", len(stops), limits.stop_strings)
+    for stop in stops:
+        if not stop:
+            raise InvalidRequest("stop has an empty string; leave it out to have no stop string", param="stop")
+        if len(stop) > limits.stop_characters:
+            raise InvalidRequest(
+                f"a stop string has {len(stop)} characters, at most {limits.stop_characters} are allowed", param="stop"
+            )
+    return stops
+
+
+def sampling_params(params: SamplingParams, limits: Limits) -> SamplingParams:
+    """Check every field; fill in a random seed where there is none, so that a request is a function of itself."""
+    check_range("n", params.n, 1, limits.n)
+    check_range("temperature", params.temperature, 0, 2)
+    check_range("top_p", params.top_p, 0, 1)
+    check_range("top_k", params.top_k, -1, 2**31 - 1)
+    check_range("min_p", params.min_p, 0, 1)
+    check_range("presence_penalty", params.presence_penalty, -2, 2)
+    check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    if not 0 < params.repetition_penalty <= 1000:
+        got = _shown(params.repetition_penalty)
+        raise InvalidRequest(
+            f"repetition_penalty must be above 0 and at most 1000, got {got}", param="repetition_penalty"
+        )
+    if params.logprobs is not None:
+        check_range("logprobs", params.logprobs, 0, limits.logprobs)
+    if params.prompt_logprobs is not None:
+        check_range("prompt_logprobs", params.prompt_logprobs, 0, limits.logprobs)
+    check_range("min_tokens", params.min_tokens, 0, math.inf)
+    if params.max_tokens is not None:
+        check_range("max_tokens", params.max_tokens, 0, math.inf)
+        if params.min_tokens > params.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({params.min_tokens}) is larger than max_tokens ({params.max_tokens})", param="min_tokens"
+            )
+    _check_token_fields(params, limits)
+    _check_beam(params, limits)
+    if params.grammar is not None:
+        _check_grammar(params.grammar, limits)
+    if params.seed is not None:
+        check_range("seed", params.seed, -(2**63), 2**63 - 1)
+    seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed & MAX_SEED
+    return msgspec.structs.replace(params, seed=seed, top_k=max(params.top_k, 0))
+
+
+def _check_token_fields(params: SamplingParams, limits: Limits) -> None:
+    if params.logit_bias:
+        _check_count("logit_bias", len(params.logit_bias), limits.logit_bias)
+        check_token_ids("logit_bias", list(params.logit_bias), limits.vocab_size)
+        for value in params.logit_bias.values():
+            check_range("logit_bias", value, -100, 100)
+    _check_count("stop_token_ids", len(params.stop_token_ids), limits.token_ids)
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_count("allowed_token_ids", len(params.allowed_token_ids), limits.vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids, limits.vocab_size)
+    _check_count("bad_words", len(params.bad_words), limits.token_ids)
+    for word in params.bad_words:
+        if not 1 <= len(word) <= limits.bad_word_tokens:
+            raise InvalidRequest(
+                f"bad_words has a word of {len(word)} tokens, it must have from 1 to {limits.bad_word_tokens}",
+                param="bad_words",
+            )
+        check_token_ids("bad_words", word, limits.vocab_size)
+
+
+def _check_beam(params: SamplingParams, limits: Limits) -> None:
+    if params.beam_width == 0:
+        return
+    check_range("beam_width", params.beam_width, 1, limits.beam_width)
+    check_range("length_penalty", params.length_penalty, -10, 10)
+    if params.n > params.beam_width:
+        raise InvalidRequest(
+            f"n ({params.n}) is larger than beam_width ({params.beam_width}); a beam search returns its best beams",
+            param="n",
+        )
+    if params.grammar is not None:
+        raise InvalidRequest("beam search can't be combined with structured output", param="use_beam_search")
+
+
+def _check_grammar(grammar: Grammar, limits: Limits) -> None:
+    size = len(grammar.text.encode("utf-8", "surrogatepass"))
+    if size > limits.grammar_bytes:
+        raise InvalidRequest(
+            f"the {grammar.kind} of the structured output has {size} bytes, at most {limits.grammar_bytes} are allowed",
+            param="response_format",
+        )
+
+
+def add_request(
+    limits: Limits,
+    *,
+    id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    arrival: float,
+    max_tokens_policy: Literal["clamp", "refuse"] = "refuse",
+    prompt_field: str = "prompt",
+    priority: int = 0,
+    cache_salt: str = "",
+    adapter: str = "",
+    timeout_s: float | None = None,
+    timeout_ttft_s: float | None = None,
+    key: str = "",
+) -> AddRequest:
+    """Check `params` and the prompt against each other and the context; the only constructor of a valid AddRequest.
+
+    `max_tokens_policy` decides what becomes of a max_tokens beyond the room that the prompt leaves: cut to
+    the room, or refused. Without max_tokens it is the room.
+    """
+    params = sampling_params(params, limits)
+    if not prompt:
+        raise InvalidRequest(f"{prompt_field} has no tokens", param=prompt_field)
+    check_token_ids(prompt_field, prompt, limits.vocab_size)
+    context = limits.max_model_len
+    room = context - len(prompt)
+    if room < (0 if params.max_tokens == 0 else 1):
+        raise InvalidRequest(
+            f"{prompt_field} has {len(prompt)} tokens; the context has room for {context} with the answer",
+            param=prompt_field,
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is None:
+        params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    elif params.max_tokens > room:
+        if max_tokens_policy == "refuse":
+            raise InvalidRequest(
+                f"{prompt_field} has {len(prompt)} tokens and max_tokens is {params.max_tokens}: "
+                f"{len(prompt) + params.max_tokens} together, but the context has {context}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+    check_range("priority", priority, -1_000_000, 1_000_000)
+    if len(cache_salt) > 256:
+        raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters, at most 256 are allowed", param="cache_salt")
+    return AddRequest(
+        id=id,
+        prompt=tuple(prompt),
+        params=params,
+        arrival=arrival,
+        priority=priority,
+        cache_salt=cache_salt,
+        adapter=adapter,
+        deadline=_deadline("timeout_s", timeout_s, arrival),
+        ttft_deadline=_deadline("timeout_ttft_s", timeout_ttft_s, arrival),
+        key=key,
+    )
+
+
+def pooling_request(
+    limits: Limits,
+    *,
+    id: str,
+    prompt: Sequence[int],
+    pooling: Literal["last", "mean"],
+    arrival: float,
+    prompt_field: str = "input",
+    priority: int = 0,
+    key: str = "",
+) -> AddRequest:
+    """An embedding request: a prompt that fits the context, and nothing is generated."""
+    if not prompt:
+        raise InvalidRequest(f"{prompt_field} has no tokens", param=prompt_field)
+    check_token_ids(prompt_field, prompt, limits.vocab_size)
+    if len(prompt) > limits.max_model_len:
+        raise InvalidRequest(
+            f"{prompt_field} has {len(prompt)} tokens, the context has {limits.max_model_len}",
+            param=prompt_field,
+            code="context_length_exceeded",
+        )
+    params = SamplingParams(max_tokens=0, seed=0)
+    return AddRequest(
+        id=id, prompt=tuple(prompt), params=params, arrival=arrival, priority=priority, pooling=pooling, key=key
+    )
+
+
+def _deadline(field: str, seconds: float | None, arrival: float) -> float | None:
+    if seconds is None:
+        return None
+    if not 0 < seconds <= 86_400:
+        raise InvalidRequest(f"{field} must be above 0 and at most 86400, got {_shown(seconds)}", param=field)
+    return arrival + seconds
