@@ -1,0 +1,438 @@
+"""Every setting, defined once: its flag, its TOML key, its environment variable, its limits and its help.
+
+A field `max_model_len` is `--max-model-len`, `max-model-len = ...` in a file (underscores work too) and
+`OCTAVO_MAX_MODEL_LEN`. A flag beats the environment, the environment a file, a file the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import ipaddress
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.errors import ConfigError
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    form: str = "",
+    metavar: str = "",
+    common: bool = False,
+    secret: bool = False,
+) -> Any:
+    """A field with all that is known of it. `form` names a check in FORMS; `common` ones are in the short help."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "low": low,
+        "high": high,
+        "form": form,
+        "metavar": metavar,
+        "common": common,
+        "secret": secret,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What is served."""
+
+    model: str = option("smollm2", "name, directory, GGUF file or hub id of the model", common=True)
+    served_model_name: tuple[str, ...] = option((), "name in the API; repeat for aliases", metavar="NAME", common=True)
+    revision: str = option("", "branch, tag or commit of a hub model", metavar="REV")
+    max_model_len: int | None = option(
+        None, "context length in tokens (default: the model's, as far as the KV pool holds it)", low=1, common=True
+    )
+    dtype: str = option("auto", "arithmetic", choices=("auto", "float32", "bfloat16", "float16"), common=True)
+    quantization: str = option(
+        "auto", "auto keeps GGUF blocks as they are; int8 quantises dense weights", choices=("auto", "none", "int8")
+    )
+    chat_template: str = option("", "file with a Jinja chat template to use instead of the model's", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    """The KV pool and its tiers."""
+
+    num_kv_blocks: int | None = option(None, "blocks in the pool (default: from --kv-memory)", low=1, common=True)
+    kv_memory: str = option(
+        "auto", "pool size: 2GiB, 30%% of what is free, or auto", form="memory", metavar="SIZE", common=True
+    )
+    block_size: int = option(16, "tokens a block", low=1, high=4096, common=True)
+    kv_cache_dtype: str = option(
+        "auto",
+        "element type of K and V",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m2"),
+    )
+    enable_prefix_caching: bool = option(True, "share the KV of common prefixes", common=True)
+    preemption: str = option("auto", "what to do when blocks run out", choices=("auto", "swap", "recompute"))
+    swap_space: str = option("auto", "host memory for evicted blocks; 0 turns it off", form="memory", metavar="SIZE")
+    kv_disk: str = option("", "directory of the disk tier", metavar="DIR")
+    kv_disk_size: str = option("4GiB", "size of the disk tier", form="memory", metavar="SIZE")
+    kv_manager: str = option("paged", "paged, or virtual-contiguous (vAttention)", choices=("paged", "virtual"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """What runs when."""
+
+    max_num_seqs: int = option(64, "sequences that run at once", low=1, high=65536, common=True)
+    max_num_batched_tokens: int | None = option(
+        None, "tokens computed in one step (default: 512, or --max-num-seqs when larger)", low=1, common=True
+    )
+    max_waiting: int = option(256, "requests that may wait before new ones get 429", low=0, high=10**6, common=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """What computes."""
+
+    device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", form="device", metavar="DEVICE")
+    threads: int = option(0, "CPU threads; 0 = one a core", low=0, high=1024, common=True)
+    isa: str = option(
+        "auto", "CPU instruction set", choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "neon")
+    )
+    attention_backend: str = option(
+        "auto", "native = C++ kernels, reference = torch (slow)", choices=("auto", "native", "reference")
+    )
+    deterministic: bool = option(True, "reference and GPU: bits that don't depend on the batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side and the supervision of the engine. Times in seconds."""
+
+    host: str = option("127.0.0.1", "address to listen on", common=True)
+    port: int = option(8000, "port to listen on", low=0, high=65535, common=True)
+    api_key: tuple[str, ...] = option(
+        (), "key that clients must send; repeatable", metavar="KEY", common=True, secret=True
+    )
+    api_key_file: str = option("", "file with one key a line: KEY [LABEL [name=value ...]]", metavar="FILE")
+    auth: bool = option(True, "--no-auth serves other machines without a key")
+    public_metrics: bool = option(False, "/metrics needs no key")
+    root_path: str = option("", "path prefix that a proxy strips", metavar="PATH")
+    cors_origin: tuple[str, ...] = option((), "origin that browsers may call from, or *; repeatable", metavar="ORIGIN")
+    ssl_certfile: str = option("", "TLS certificate (PEM)", metavar="FILE")
+    ssl_keyfile: str = option("", "TLS key (PEM)", metavar="FILE")
+    max_body_size: str = option("10MiB", "largest request body", form="memory", metavar="SIZE")
+    max_connections: int = option(2048, "open connections before new ones get 503", low=1, high=10**6)
+    max_tokens_policy: str = option(
+        "clamp", "chat max_tokens beyond the room in the context", choices=("clamp", "refuse")
+    )
+    tool_parser: str = option("", "parser of tool calls (default: chosen by the template)", metavar="NAME")
+    reasoning_parser: str = option("", "parser of reasoning (default: chosen by the template)", metavar="NAME")
+    data_dir: str = option("", "directory of the files and batches routes", metavar="DIR")
+    metrics_vllm_aliases: bool = option(False, "every metric a second time under vLLM's name")
+    log_level: str = option("info", "", choices=("debug", "info", "warning", "error"))
+    log_prompts: bool = option(False, "write prompts to the log")
+    shutdown_timeout: float = option(30.0, "time that running requests get after SIGTERM", low=0, common=True)
+    watchdog_timeout: float = option(60.0, "an engine without a step for so long is restarted; 0 = never", low=0)
+    max_restarts: int = option(5, "restarts in a row that get nowhere before the server exits", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that the engine process is told; it crosses to it as msgpack."""
+
+    model: ModelConfig = ModelConfig()
+    kv: KVConfig = KVConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @classmethod
+    def of(cls, model: str, **settings: Any) -> EngineConfig:
+        """The configuration of an offline `LLM(model, **settings)`. Raises ConfigError."""
+        given = [Given("argument", name, name, value) for name, value in {"model": model, **settings}.items()]
+        return Settings.resolve(given, only=ENGINE_GROUPS).engine
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value as somebody wrote it. `place` is how to name it in an error: "--port", "OCTAVO_PORT", "a.toml: port"."""
+
+    source: str
+    place: str
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything, and where each value came from."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    sources: Mapping[str, str]  # option name -> "flag", "environment", the file, or "default"
+
+    @staticmethod
+    def resolve(given: list[Given], only: tuple[str, ...] = ()) -> Settings:
+        """Later entries win. `only` limits which groups may be named. Raises ConfigError."""
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for item in given:
+            known = OPTIONS.get(item.name.replace("-", "_"))
+            if known is None or (only and known.group not in only):
+                raise ConfigError(
+                    unknown(item.place, item.name, [n for n, o in OPTIONS.items() if not only or o.group in only])
+                )
+            values[known.name] = known.parse(item.value, item.place)
+            sources[known.name] = item.source
+        groups = {
+            name: cls(**{n: v for n, v in values.items() if OPTIONS[n].group == name}) for name, cls in GROUPS.items()
+        }
+        server = groups.pop("server")
+        settings = Settings(EngineConfig(**groups), server, {n: sources.get(n, "default") for n in OPTIONS})
+        settings.check()
+        return settings
+
+    def value(self, name: str) -> Any:
+        """The value of an option by its name."""
+        group = OPTIONS[name].group
+        return getattr(self.server if group == "server" else getattr(self.engine, group), name)
+
+    def check(self) -> None:
+        """Rules that span several options."""
+        s, k = self.server, self.engine.kv
+        if bool(s.ssl_certfile) != bool(s.ssl_keyfile):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile belong together: give both or neither")
+        if k.preemption == "swap" and k.swap_space == "0":
+            raise ConfigError("--preemption swap needs --swap-space above 0: raise it, or choose recompute")
+        if s.auth and not s.api_key and not s.api_key_file and not is_loopback(s.host):
+            raise ConfigError(
+                f"--host {s.host} lets other machines in without a key: "
+                "give --api-key-file or --api-key, or --no-auth if that is meant"
+            )
+
+
+class Option:
+    """One field of one group, with its parser. The annotation is the type of the value."""
+
+    def __init__(self, group: str, field: dataclasses.Field[Any]) -> None:
+        self.group = group
+        self.name = field.name
+        self.flag = "--" + field.name.replace("_", "-")
+        self.kind = str(field.type)
+        self.default = field.default
+        self.help: str = field.metadata["help"]
+        self.choices: tuple[str, ...] = field.metadata["choices"]
+        self.low: float | None = field.metadata["low"]
+        self.high: float | None = field.metadata["high"]
+        self.form: str = field.metadata["form"]
+        self.metavar: str = field.metadata["metavar"]
+        self.common: bool = field.metadata["common"]
+        self.secret: bool = field.metadata["secret"]
+
+    def parse(self, raw: Any, place: str) -> Any:
+        """A value of the right type from a flag, the environment (text) or TOML. Raises ConfigError."""
+        if self.kind == "bool":
+            return self._bool(raw, place)
+        if self.kind.startswith("int"):
+            return None if raw is None and "None" in self.kind else self._number(raw, place, int)
+        if self.kind == "float":
+            return self._number(raw, place, float)
+        if self.kind.startswith("tuple"):
+            items = raw.split(",") if isinstance(raw, str) else raw
+            if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) and i.strip() for i in items):
+                self._refuse(raw, place, "must be a list of non-empty texts")
+            return tuple(i.strip() for i in items)
+        return self._text(raw, place)
+
+    def _bool(self, raw: Any, place: str) -> bool:
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        value = raw if isinstance(raw, bool) else words.get(raw.strip().lower()) if isinstance(raw, str) else None
+        if value is None:
+            self._refuse(raw, place, "must be true or false")
+        return value
+
+    def _number(self, raw: Any, place: str, of: type[int] | type[float]) -> int | float:
+        value: int | float | None = None
+        if isinstance(raw, str):
+            try:
+                value = of(raw.strip())
+            except ValueError:
+                value = None
+        elif isinstance(raw, (int, float)) and not isinstance(raw, bool) and (of is float or isinstance(raw, int)):
+            value = of(raw)
+        word = "a whole number" if of is int else "a number"
+        low, high = self.low, self.high
+        limits = (
+            f" from {low:g} to {high:g}" if high is not None else f" of at least {low:g}" if low is not None else ""
+        )
+        if value is None or not -1e18 < value < 1e18:
+            self._refuse(raw, place, f"must be {word}{limits}")
+        if (low is not None and value < low) or (high is not None and value > high):
+            self._refuse(raw, place, f"must be {word}{limits}")
+        return value
+
+    def _text(self, raw: Any, place: str) -> str:
+        if isinstance(raw, int) and not isinstance(raw, bool) and self.form == "memory":
+            raw = str(raw)
+        if not isinstance(raw, str) or "\0" in raw:
+            self._refuse(raw, place, "must be a text")
+        value = raw.strip()
+        if self.choices and value not in self.choices:
+            near = difflib.get_close_matches(value, self.choices, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self._refuse(raw, place, f"must be one of {', '.join(self.choices)}{hint}")
+        if self.form and (problem := FORMS[self.form](value)):
+            self._refuse(raw, place, problem)
+        return value
+
+    def _refuse(self, raw: Any, place: str, problem: str) -> NoReturn:
+        shown = "***" if self.secret else repr(raw) if not isinstance(raw, str) else raw[:80]
+        raise ConfigError(f"{place} {shown}: {problem}")
+
+
+def _memory_problem(text: str) -> str:
+    try:
+        if text != "auto":
+            memory(text, 1 << 40)
+    except ValueError:
+        return "must be a size such as 512MiB or 2GiB, or a share of what is free such as 30%"
+    return ""
+
+
+def _device_problem(text: str) -> str:
+    good = re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", text)
+    return "" if good else "must be auto, cpu, cuda or cuda:N"
+
+
+FORMS = {"memory": _memory_problem, "device": _device_problem}
+UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def memory(text: str, free: int) -> int:
+    """Bytes of "2GiB", "512M", "1073741824" or "30%" of `free`. Raises ValueError."""
+    if share := re.fullmatch(r"(\d{1,3}(?:\.\d+)?)\s*%", text):
+        percent = float(share[1])
+        if not 0 <= percent <= 100:
+            raise ValueError(text)
+        return int(free * percent / 100)
+    size = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([KMGT])(?:i?B)?|B)?", text, re.IGNORECASE)
+    if not size:
+        raise ValueError(text)
+    return int(float(size[1]) * UNITS[(size[2] or "").upper()])
+
+
+def is_loopback(host: str) -> bool:
+    """Does only this machine reach `host`?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+GROUPS: dict[str, Any] = {
+    "model": ModelConfig,
+    "kv": KVConfig,
+    "schedule": ScheduleConfig,
+    "parallel": ParallelConfig,
+    "server": ServerConfig,
+}
+ENGINE_GROUPS = ("model", "kv", "schedule", "parallel")
+OPTIONS: dict[str, Option] = {f.name: Option(g, f) for g, cls in GROUPS.items() for f in dataclasses.fields(cls)}
+
+
+def unknown(place: str, name: str, known: list[str]) -> str:
+    """The sentence for a name that isn't there, with the nearest one that is."""
+    near = difflib.get_close_matches(name.replace("-", "_"), known, 1, 0.5)
+    hint = f"; did you mean {near[0].replace('_', '-')}?" if near else "; `octavo config show` lists all"
+    return f"{place}: no such setting{hint}"
+
+
+def from_environment(environ: Mapping[str, str]) -> list[Given]:
+    """The OCTAVO_* variables. OCTAVO_CACHE and OCTAVO_CONFIG are no settings and are left out."""
+    prefix = "OCTAVO_"
+    names = sorted(n for n in environ if n.startswith(prefix) and n not in NOT_SETTINGS)
+    return [Given("environment", n, n.removeprefix(prefix).lower(), environ[n]) for n in names]
+
+
+NOT_SETTINGS = {"OCTAVO_CONFIG", "OCTAVO_CACHE"}
+
+
+def from_file(path: str) -> list[Given]:
+    """The keys of a TOML file: flat, or under the tables [model], [kv], [schedule], [parallel], [server]."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: can't be read ({error.strerror})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"--config {path}: no valid TOML: {error}") from None
+    return [Given(path, f"{path}: {shown}", name, value) for shown, name, value in _keys(document, path)]
+
+
+def _keys(document: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
+    for key, value in document.items():
+        if not isinstance(value, dict):
+            yield key, key, value
+            continue
+        if key not in GROUPS:
+            raise ConfigError(unknown(f"{path}: [{key}]", key, list(GROUPS)))
+        for inner, item in value.items():
+            known = OPTIONS.get(inner.replace("-", "_"))
+            if known and known.group != key:
+                raise ConfigError(f"{path}: [{key}] {inner}: belongs under [{known.group}]")
+            yield f"[{key}] {inner}", inner, item
+
+
+def add_options(parser: argparse.ArgumentParser, groups: tuple[str, ...], *, everything: bool) -> None:
+    """Add the flags of `groups`; only those given end up in the namespace. The short help has the common ones."""
+    for name in groups:
+        for o in (o for o in OPTIONS.values() if o.group == name):
+            text: str = o.help if everything or o.common else argparse.SUPPRESS
+            if text != argparse.SUPPRESS and o.default not in (None, "", ()) and o.kind != "bool":
+                text = f"{text} [{o.default}]".strip()
+            if o.name == "model":
+                parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
+            elif o.kind == "bool":
+                parser.add_argument(o.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+            else:
+                metavar = o.metavar or ("N" if o.kind.startswith(("int", "float")) else o.name.upper())
+                if o.choices:
+                    metavar = "|".join(o.choices) if len(o.choices) <= 4 else "KIND"
+                    text = (
+                        f"{text}: {', '.join(o.choices)}" if len(o.choices) > 4 and text != argparse.SUPPRESS else text
+                    )
+                action = "append" if o.kind.startswith("tuple") else "store"
+                parser.add_argument(o.flag, action=action, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE.toml", help="read settings from a file")
+
+
+def from_arguments(namespace: argparse.Namespace) -> list[Given]:
+    """The settings among parsed arguments."""
+    return [
+        Given("flag", "model" if name == "model" else OPTIONS[name].flag, name, value)
+        for name, value in vars(namespace).items()
+        if name in OPTIONS
+    ]
+
+
+def load(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Default < file < environment < flag. The file is --config or OCTAVO_CONFIG. Raises ConfigError."""
+    path = getattr(namespace, "config", None) or environ.get("OCTAVO_CONFIG")
+    file = from_file(path) if path else []
+    return Settings.resolve([*file, *from_environment(environ), *from_arguments(namespace)])
