@@ -79,6 +79,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     rows: tuple[Row, ...]
     ops: tuple[KVOp, ...] = ()
     slots: tuple[tuple[int, SlotParams], ...] = ()  # sequences that took a slot since the last plan
+    disk_keys: tuple[tuple[int, bytes], ...] = ()  # disk block, and what it holds: opaque, kept beside its bytes
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -120,6 +121,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     bytes_per_block: int
     hidden_size: int = 0
+    disk_index: tuple[tuple[int, bytes], ...] = ()  # intact disk blocks of an earlier run, with their `disk_keys`
 
 
 class Executor(Protocol):
