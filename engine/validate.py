@@ -201,7 +201,7 @@ def add_request(
         params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
     check_range("priority", priority, -1_000_000, 1_000_000)
     if len(cache_salt) > 256:
-        raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters, at most 256 are allowed", param="cache_salt")
+        raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters, the limit is 256", param="cache_salt")
     return AddRequest(
         id=id,
         prompt=tuple(prompt),
