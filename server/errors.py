@@ -34,12 +34,11 @@ class DeadlineExceeded(OctavoError):
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """What a client gets for an exception. `reason` labels it in octavo_requests_refused_total."""
+    """What a client gets for an exception."""
 
     status: int
     type: str
     message: str
-    reason: str
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -64,8 +63,6 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 
-_REASONS = {401: "unauthorized", 404: "not_found", 405: "invalid", 413: "too_large", 415: "invalid", 499: "disconnect"}
-
 
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
@@ -76,25 +73,24 @@ def reply_to(error: BaseException) -> ErrorReply:
     message = str(error)[:_MAX_MESSAGE]
     match error:
         case InvalidRequest():
-            return ErrorReply(400, "invalid_request_error", message, "invalid", error.param, error.code)
+            return ErrorReply(400, "invalid_request_error", message, error.param, error.code)
         case NotFound():
-            return ErrorReply(404, "invalid_request_error", message, "not_found", error.param, error.code)
+            return ErrorReply(404, "invalid_request_error", message, error.param, error.code)
         case Overloaded():
             retry = _retry_after(error.retry_after_s)
-            return ErrorReply(429, "rate_limit_error", message, "overloaded", code="rate_limit_exceeded", headers=retry)
+            return ErrorReply(429, "rate_limit_error", message, code="rate_limit_exceeded", headers=retry)
         case EngineDead():
             retry = _retry_after(error.retry_after_s)
-            return ErrorReply(503, "server_error", message, "unavailable", code="engine_unavailable", headers=retry)
+            return ErrorReply(503, "server_error", message, code="engine_unavailable", headers=retry)
         case DeadlineExceeded():
-            return ErrorReply(504, "server_error", message, "deadline", code="deadline_exceeded")
+            return ErrorReply(504, "server_error", message, code="deadline_exceeded")
         case RequestFailed():
-            return ErrorReply(500, "server_error", message, "failed", code="request_failed")
+            return ErrorReply(500, "server_error", message, code="request_failed")
         case HTTPError():
             kind = "invalid_request_error" if error.status < 500 else "server_error"
-            reason = _REASONS.get(error.status, "invalid" if error.status < 500 else "failed")
-            return ErrorReply(error.status, kind, message, reason, code=error.code, headers=error.headers)
+            return ErrorReply(error.status, kind, message, code=error.code, headers=error.headers)
         case _:
-            return ErrorReply(500, "server_error", "internal error; the server's log has the details", "failed")
+            return ErrorReply(500, "server_error", "internal error; the server's log has the details")
 
 
 def event(error: BaseException) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -191,7 +191,7 @@ class Generation:
         try:
             self._deltas = self.client.submit(self.request)
             first = await anext(self._deltas)
-            if first.finish is FinishReason.ERROR:
+            if first.finish in (FinishReason.ERROR, FinishReason.ABORT) and not first.tokens:
                 raise _error_of(first)
         except (InvalidRequest, Overloaded, EngineDead):
             record.dismiss()
@@ -199,8 +199,8 @@ class Generation:
         except StopAsyncIteration:
             record.close("error")
             raise RequestFailed("the engine ended the request without a result") from None
-        except OctavoError:
-            record.close("error")
+        except OctavoError as error:
+            record.close("abort" if isinstance(error, DeadlineExceeded) else "error")
             raise
         except asyncio.CancelledError:
             record.close("abort")
@@ -209,8 +209,8 @@ class Generation:
         self.prompt_logprobs = first.prompt_logprobs
         self._first = first
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Visible pieces until every choice has one with `finish`. Raises RequestFailed, EngineDead, DeadlineExceeded."""
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Visible pieces until every choice has one with `finish`. Raises what ends the request early."""
         record = self.record
         if record is None or self._deltas is None or self._first is None:
             raise RuntimeError("pieces() before start()")
@@ -321,7 +321,7 @@ async def close_all(generations: Sequence[Generation]) -> None:
         await generation.close()
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Pieces of several started generations as they come, with the index of their generation.
 
     The queue holds one piece for each, so a slow reader holds all of them back.

@@ -1,0 +1,46 @@
+"""What a chat answer is made of, as it streams: text, reasoning and tool calls.
+
+`server.parsers` splits the visible text of one choice into these; the chat, responses and messages routes put
+them on their wires.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class OutputDelta(msgspec.Struct, frozen=True):
+    """What a stretch of text turned out to be; empty fields say nothing.
+
+    A tool call starts with `call_name` (and `call_id`); pieces of its arguments follow under the same index.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    call_index: int = -1  # >= 0: this delta belongs to that call
+    call_id: str = ""
+    call_name: str = ""
+    call_kind: str = "function"  # or "custom"
+    arguments: str = ""
+
+
+class OutputParser(Protocol):
+    """State of one choice. The deltas are the same however the text is cut into pushes, save for their borders."""
+
+    def push(self, text: str) -> list[OutputDelta]:
+        """Take text that became visible."""
+
+    def finish(self) -> list[OutputDelta]:
+        """The text is over: give out what was held back."""
+
+
+class PlainParser:
+    """Everything is content."""
+
+    def push(self, text: str) -> list[OutputDelta]:
+        return [OutputDelta(content=text)] if text else []
+
+    def finish(self) -> list[OutputDelta]:
+        return []
