@@ -161,7 +161,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One value as somebody wrote it. `place` is how to name it in an error: "--port", "OCTAVO_PORT", "a.toml: port"."""
+    """One value as somebody wrote it; `place` names it in an error: "--port", "OCTAVO_PORT", "a.toml: port"."""
 
     source: str
     place: str
