@@ -5,20 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.errors import ConfigError
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m2"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["auto", "none", "int8", "gguf"]
 KVManager = Literal["paged", "virtual"]
-
-KV_ELEMENT_BYTES: dict[str, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorSettings:
@@ -39,9 +31,25 @@ class ExecutorSettings:
     dtype: Dtype = "bfloat16"  # of activations and of weights that aren't quantised
     kv_dtype: KVDtype = "bfloat16"
     kv_manager: KVManager = "paged"
-    quantization: Quantization = "none"  # "int8": dense weights are kept as int8; GGUF blocks stay as they are
+    quantization: Quantization = "auto"  # how matrices are kept: see engine.model.weights.load_native
     image_cache: bool = True  # native: keep the packed weights beside the model for the next start
     threads: int = 0  # native: 0 = one a core
     isa: str = ""  # native: "" = the best that this machine has
     device: str = "cpu"  # torch executor: a torch device
     deterministic: bool = True  # torch executor: one sequence at a time, so that no row's bits depend on its batch
+
+
+def device_blocks(settings: ExecutorSettings, bytes_per_block: int) -> int:
+    """Blocks of the device pool. Raises ConfigError when not one sequence of a single block fits."""
+    blocks = settings.num_blocks or settings.kv_bytes // bytes_per_block
+    if blocks < 1:
+        raise ConfigError(
+            f"no room for KV blocks: one of {settings.block_size} tokens takes {bytes_per_block} bytes, "
+            f"the budget is {settings.kv_bytes}; raise the KV memory or lower the block size"
+        )
+    return blocks
+
+
+def host_blocks(settings: ExecutorSettings, bytes_per_block: int) -> int:
+    """Blocks of the host pool; 0 = no swapping."""
+    return settings.host_blocks or settings.host_bytes // bytes_per_block

@@ -1,0 +1,93 @@
+"""One step: KV operations, slots, forward pass, sampling. The same for every executor."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.core.plan import Plan, Result
+from engine.errors import OctavoError, RequestFailed
+from engine.worker.batch import Batch, Drawn, Draws, Float32, build_batch, results
+from engine.worker.slots import Slots
+from engine.worker.storage import KVStorage
+
+
+class Compute(Protocol):
+    """The arithmetic behind a step."""
+
+    def forward(self, batch: Batch, slots: Slots) -> Float32:
+        """All layers over all rows; keeps the logits of logit_rows. Returns hidden states [hidden_rows, hidden]."""
+
+    def sample(self, draws: Draws, slots: Slots) -> Drawn:
+        """Draw and score from the logits that `forward` kept."""
+
+
+class Runner:
+    """Turns plans into results."""
+
+    def __init__(self, compute: Compute, slots: Slots, storage: KVStorage) -> None:
+        self._compute = compute
+        self._slots = slots
+        self._storage = storage
+
+    def run(self, plan: Plan) -> Result:
+        """One step. Raises RequestFailed for what can't be run; the state of other slots stays good."""
+        slots = self._slots
+        copy_bytes, copy_s = self._storage.run(plan.ops, dict(plan.disk_keys))
+        for slot, params in plan.slots:
+            slots.take(slot, params)
+        if not plan.rows:
+            return Result((), copy_s=copy_s, copy_bytes=copy_bytes)
+        batch = build_batch(plan, slots)
+        started = time.perf_counter()
+        hidden = self._compute.forward(batch, slots)
+        computed = time.perf_counter()
+        drawn = self._compute.sample(batch.draws, slots)
+        done = time.perf_counter()
+        rows = results(plan, drawn, hidden, batch, slots)
+        return Result(rows, computed - started, copy_s, copy_bytes, done - computed)
+
+
+class StepThread:
+    """Runs steps one after another on a thread of its own, so that the next plan is made meanwhile."""
+
+    def __init__(self, run: Callable[[Plan], Result]) -> None:
+        self._run = run
+        self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result | OctavoError] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="octavo-step", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: Plan) -> None:
+        """Begin a step."""
+        self._plans.put(plan)
+
+    def collect(self) -> Result:
+        """Wait for the oldest step. Raises RequestFailed when it raised."""
+        result = self._results.get()
+        if isinstance(result, OctavoError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread; idempotent."""
+        if self._thread.is_alive():
+            self._plans.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            self._results.put(self._attempt(plan))
+
+    def _attempt(self, plan: Plan) -> Result | OctavoError:
+        try:
+            return self._run(plan)
+        except OctavoError as error:
+            return error
+        except Exception as error:  # whatever a step raises may touch only the requests of its plan
+            failed = RequestFailed(f"step {plan.step} failed: {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            return failed

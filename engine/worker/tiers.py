@@ -1,0 +1,145 @@
+"""KV blocks outside of the device: the host pool, and the disk tier that survives a restart.
+
+A block is opaque bytes here; what it holds is known to the prefix index alone, which gives each disk block a key.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConfigError, RequestFailed
+from engine.worker.settings import ExecutorSettings, host_blocks
+
+Bytes = npt.NDArray[np.uint8]
+PAGE = mmap.PAGESIZE
+
+
+class HostPool:
+    """Swap space: blocks [num_blocks, bytes_per_block] in memory that the system commits when it is first written."""
+
+    def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
+        self.blocks: Bytes = np.zeros((0, bytes_per_block), np.uint8)
+        if num_blocks:
+            memory = mmap.mmap(-1, num_blocks * bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            self.blocks = np.frombuffer(memory, np.uint8).reshape(num_blocks, bytes_per_block)
+
+
+class DiskTier:
+    """Blocks in a memory-mapped file, each with a key and a checksum over both.
+
+    The file is named by a fingerprint of everything that decides a block's bytes (model, kernels, dtype, layout), so
+    that another model's blocks are never read; files of other fingerprints in the directory are removed unless an
+    engine holds them, so that the size given bounds the directory.
+
+    File: for each block one record of 16 bytes (checksum, key length, 0 = unknown), then the keys, then the blocks
+    from a page boundary. A record is cleared before its block is written and set after, so a killed process leaves
+    no block that looks whole and isn't.
+    """
+
+    def __init__(
+        self, directory: Path, size_bytes: int, bytes_per_block: int, block_size: int, fingerprint: str
+    ) -> None:
+        self._key_bytes = 256 + 8 * block_size
+        self.num_blocks = size_bytes // (bytes_per_block + self._key_bytes + 16)
+        if self.num_blocks < 1:
+            raise ConfigError(f"the disk tier of {size_bytes} bytes is smaller than one KV block of {bytes_per_block}")
+        self.path = directory / f"kv-{fingerprint}.blocks"
+        n = self.num_blocks
+        first = -(-n * (16 + self._key_bytes) // PAGE) * PAGE
+        self._file = self._open(first + n * bytes_per_block)
+        self._map = mmap.mmap(self._file, first + n * bytes_per_block)
+        everything = np.frombuffer(self._map, np.uint8)
+        self._records = everything[: 16 * n].view(np.uint64).reshape(n, 2)
+        self._keys = everything[16 * n : (16 + self._key_bytes) * n].reshape(n, self._key_bytes)
+        self._blocks = everything[first:].reshape(n, bytes_per_block)
+
+    def _open(self, size: int) -> int:
+        """A file of that size whose room on the disk is taken now: a full disk must not surface as a bus error."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            if not _lock(file):
+                raise ConfigError(f"another engine uses the disk tier {self.path}; give each a directory of its own")
+            _remove_unused(self.path)
+            if os.fstat(file).st_size != size:
+                os.ftruncate(file, 0)  # another size is another layout: nothing in it can be used
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            raise ConfigError(f"the disk tier can't use {self.path} ({size} bytes): {error.strerror}") from error
+        return file
+
+    def index(self) -> tuple[tuple[int, bytes], ...]:
+        """Blocks that are whole, with their keys; damaged ones are cleared. Reads every block that is in use."""
+        found = []
+        for block in np.flatnonzero(self._records[:, 1]).tolist():
+            if self._checksum(block) == int(self._records[block, 0]):
+                found.append((block, self._keys[block, : int(self._records[block, 1])].tobytes()))
+            else:
+                self._records[block] = 0
+        return tuple(found)
+
+    def write(self, block: int, data: Bytes, key: bytes) -> None:
+        """Keep a block. A key that is empty or too long leaves it readable now but unknown after a restart."""
+        self._records[block] = 0
+        self._blocks[block] = data
+        key = key if len(key) <= self._key_bytes else b""
+        self._keys[block, : len(key)] = np.frombuffer(key, np.uint8)
+        self._records[block, 1] = len(key)
+        self._records[block, 0] = self._checksum(block)
+
+    def read(self, block: int, into: Bytes) -> None:
+        """Bring a block back. Raises RequestFailed when its bytes are not what was written."""
+        if self._checksum(block) != int(self._records[block, 0]):
+            raise RequestFailed(f"KV block {block} in {self.path} is damaged: its checksum doesn't match")
+        into[:] = self._blocks[block]
+
+    def _checksum(self, block: int) -> int:
+        key = self._keys[block, : int(self._records[block, 1])]
+        return zlib.crc32(self._blocks[block].data, zlib.crc32(key.data))
+
+    def close(self) -> None:
+        """Unmap the file; what it holds stays for the next run. Idempotent."""
+        if self._file < 0:
+            return
+        self._records = self._keys = self._blocks = np.zeros((0, 0), np.uint8)  # type: ignore[assignment]
+        self._map.flush()
+        self._map.close()
+        os.close(self._file)
+        self._file = -1
+
+
+def _lock(file: int) -> bool:
+    """Hold the file as long as it is open; False when another process does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_unused(path: Path) -> None:
+    for other in path.parent.glob("kv-*.blocks"):
+        if other != path:
+            file = os.open(other, os.O_RDWR)
+            if _lock(file):
+                other.unlink()
+            os.close(file)
+
+
+def open_tiers(settings: ExecutorSettings, bytes_per_block: int, fingerprint: str) -> tuple[HostPool, DiskTier | None]:
+    """The host pool, and the disk tier if there is one. Raises ConfigError."""
+    host = HostPool(host_blocks(settings, bytes_per_block), bytes_per_block)
+    if not settings.disk_dir:
+        return host, None
+    disk = DiskTier(
+        Path(settings.disk_dir), settings.disk_bytes, bytes_per_block, settings.block_size, fingerprint
+    )
+    return host, disk
