@@ -1,0 +1,240 @@
+"""Weights under their canonical names, one at a time, from safetensors or GGUF. numpy only, no torch.
+
+A checkpoint is described by rules: canonical name <- stored tensor and what to take of it (rows of a fused
+tensor, a transposition, the one that a (1 + w) norm leaves out). Rules come from `engine.model.names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConfigError
+from engine.model.config import read_config
+from engine.model.gguf import TYPES, GGUFFile, dequantise
+from engine.model.names import Rule, gguf_rules, is_ignored, safetensors_rules
+from engine.model.quantised import QuantisedFiles
+from engine.model.safetensors_files import SafetensorsFiles
+from engine.model.spec import DecoderSpec
+
+Dense = Literal["f32", "f16", "bf16"]
+Quantization = Literal["auto", "none", "int8", "gguf"]
+BLOCK_TYPES = (2, 3, 8, 12)  # ggml types that the native kernels compute with: Q4_0, Q4_1, Q8_0, Q4_K
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight. Dense: `data` is [rows, cols] or [rows] of float32, float16, or bf16 as uint16.
+
+    As blocks: `ggml_type` >= 0 and `data` is [rows, bytes a row] of uint8. `shape` is always in elements.
+    """
+
+    name: str
+    data: npt.NDArray[Any]
+    dtype: Dense | Literal["blocks"]
+    shape: tuple[int, ...]
+    ggml_type: int = -1
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """Values in float32, whatever they are stored as."""
+        if self.dtype == "blocks":
+            return dequantise(self.data, self.ggml_type).reshape(self.shape)
+        return to_float32(self.data, self.dtype)
+
+
+def to_float32(data: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    """float32 of dense storage; bf16 comes as uint16."""
+    if dtype == "bf16":
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32, copy=False)
+
+
+def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """bf16 as uint16, rounded to nearest even. NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def iter_weights(spec: DecoderSpec, path: str | Path, *, keep_blocks: bool = False) -> Iterator[Weight]:
+    """All weights of the model at `path`, in the order of `engine.model.names`.
+
+    `keep_blocks` passes GGUF blocks on that the kernels take as they are; everything else comes dense.
+    Memory: one weight at a time beyond the mapped file. Raises ConfigError naming the first tensor that is
+    missing, left over or of a wrong shape.
+    """
+    path = Path(path)
+    source: _Source
+    if path.is_file():
+        file = GGUFFile(path)
+        source, rules = _GGUFSource(file), gguf_rules(spec, file.metadata["general.architecture"])
+    else:
+        files = SafetensorsFiles(path)
+        stored = QuantisedFiles.wrap(files, read_config(path))
+        source, rules = _DenseSource(stored), safetensors_rules(spec, stored.names())
+    rules = _present(rules, source, path)
+    for rule in rules:
+        weight = source.take(rule, keep_blocks)
+        if weight.shape != rule.shape:
+            raise ConfigError(f"{path}: tensor {rule.source} gives {weight.shape} for {rule.name}, not {rule.shape}")
+        yield weight
+
+
+class _Source(Protocol):
+    def names(self) -> set[str]: ...
+    def take(self, rule: Rule, keep_blocks: bool) -> Weight: ...
+
+
+def _present(rules: list[Rule], source: _Source, path: Path) -> list[Rule]:
+    """The rules whose tensor is there, after checking that nothing needed is missing and nothing is left over."""
+    names = source.names()
+    present = [rule for rule in rules if rule.source in names]
+    missing = next((rule for rule in rules if rule.source not in names and not rule.optional), None)
+    if missing is not None:
+        raise ConfigError(
+            f"{path} has no tensor {missing.source} (the {missing.name} of this {len(rules)}-weight model)"
+        )
+    used = {rule.source for rule in rules}
+    surplus = next((name for name in sorted(names) if name not in used and not is_ignored(name)), None)
+    if surplus is not None:
+        raise ConfigError(f"{path} has a tensor {surplus}, which this architecture does not use")
+    _check_biases(present, path)
+    return present
+
+
+def _check_biases(present: list[Rule], path: Path) -> None:
+    """A bias that one layer has, all layers have: else the file is incomplete."""
+    layers: dict[str, set[str]] = {}
+    for rule in present:
+        _, is_layer, rest = rule.name.partition("layers.")
+        if is_layer:
+            layer, _, role = rest.partition(".")
+            layers.setdefault(role, set()).add(layer)
+    for role, having in layers.items():
+        if role.endswith(".bias") and len(having) != len(layers.get(role.removesuffix(".bias"), having)):
+            raise ConfigError(f"{path} has {role} in {len(having)} layers only; the checkpoint is incomplete")
+
+
+class _DenseSource:
+    def __init__(self, files: QuantisedFiles) -> None:
+        self._files = files
+
+    def names(self) -> set[str]:
+        return self._files.names()
+
+    def take(self, rule: Rule, keep_blocks: bool) -> Weight:
+        data, dtype = self._files.read(rule.source)
+        if dtype not in ("f32", "f16", "bf16"):
+            if dtype != "f64":
+                raise ConfigError(f"tensor {rule.source} is stored as {dtype}, which is no weight of a float type")
+            data, dtype = data.astype(np.float32), "f32"
+        return _dense(rule, data, dtype)
+
+
+def _dense(rule: Rule, data: npt.NDArray[Any], dtype: str) -> Weight:
+    """Apply a rule to dense storage."""
+    if rule.expert >= 0:
+        data = data[rule.expert]
+    if rule.transpose:
+        data = data.T
+    if rule.rows is not None:
+        if data.shape[0] < rule.source_rows:
+            raise ConfigError(f"tensor {rule.source} has {data.shape[0]} rows; {rule.source_rows} are expected")
+        data = data[rule.rows]
+    if rule.add_one:
+        data, dtype = to_float32(data, dtype) + 1, "f32"
+    return Weight(rule.name, np.ascontiguousarray(data), dtype, data.shape)  # type: ignore[arg-type]
+
+
+class _GGUFSource:
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+
+    def names(self) -> set[str]:
+        return {*self._file.tensors}
+
+    def take(self, rule: Rule, keep_blocks: bool) -> Weight:
+        tensor = self._file.tensors[rule.source]
+        blocks = self._file.blocks(tensor)
+        shape = tensor.shape
+        if rule.expert >= 0:
+            if len(shape) != 3 or rule.expert >= shape[0]:
+                raise ConfigError(f"tensor {rule.source} has the shape {shape}, no place for expert {rule.expert}")
+            blocks = blocks[rule.expert * shape[1] : (rule.expert + 1) * shape[1]]
+            shape = shape[1:]
+        name = TYPES[tensor.type].name
+        if len(shape) == 1 or name in ("F32", "F16", "BF16"):
+            return _dense(rule.without_expert(), *_floats(blocks, tensor.type, shape))
+        if rule.rows is not None:
+            if shape[0] < rule.source_rows:
+                raise ConfigError(f"tensor {rule.source} has {shape[0]} rows; {rule.source_rows} are expected")
+            blocks = blocks[rule.rows]
+            shape = (blocks.shape[0], *shape[1:])
+        if keep_blocks and tensor.type in BLOCK_TYPES:
+            return Weight(rule.name, np.ascontiguousarray(blocks), "blocks", shape, tensor.type)
+        return Weight(rule.name, dequantise(blocks, tensor.type).reshape(shape), "f32", shape)
+
+
+def _floats(blocks: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Dense]:
+    stored = np.ascontiguousarray(blocks)
+    if ggml_type == 1:
+        return stored.view(np.float16).reshape(shape), "f16"
+    if ggml_type == 30:
+        return stored.view(np.uint16).reshape(shape), "bf16"
+    return dequantise(stored, ggml_type).reshape(shape), "f32"
+
+
+# ---------------------------------------------------------------- into the native model
+
+_OCT_DTYPE = {"f32": 0, "bf16": 1, "f16": 2}
+_W_F32, _W_BF16, _W_Q8 = 0, 1, 2
+
+
+class NativeModel(Protocol):
+    """What `engine.native` offers of oct_model_set and oct_model_set_gguf (csrc/cpu/kernels.h)."""
+
+    def set(self, name: str, data: npt.NDArray[Any], dtype: int, rows: int, cols: int, quant: int) -> None: ...
+    def set_gguf(self, name: str, blocks: npt.NDArray[np.uint8], ggml_type: int, rows: int, cols: int) -> None: ...
+
+
+def load_native(
+    spec: DecoderSpec,
+    path: str | Path,
+    native: NativeModel,
+    *,
+    quantization: Quantization = "auto",
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+) -> None:
+    """Give every weight at `path` to the native model; the caller finishes it.
+
+    quantization: "none" keeps matrices in `dtype`; "int8" one scale per 32 inputs; "gguf" keeps the 4 and 8 bit
+    blocks of a GGUF file (in a directory that `pull` made: of the GGUF beside the safetensors); "auto" = "gguf"
+    for a GGUF file, "none" for a directory. float32 computes exactly, so "auto" dequantises for it.
+    """
+    path = Path(path)
+    if quantization == "gguf":
+        path = gguf_of(path)
+    keep_blocks = quantization == "gguf" or (quantization == "auto" and path.is_file() and dtype == "bfloat16")
+    kept = _W_Q8 if quantization == "int8" else _W_F32 if dtype == "float32" else _W_BF16
+    for weight in iter_weights(spec, path, keep_blocks=keep_blocks):
+        rows, cols = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
+        if weight.dtype == "blocks":
+            native.set_gguf(weight.name, weight.data, weight.ggml_type, rows, cols)
+        else:
+            quant = kept if len(weight.shape) == 2 and weight.name != "positions" else _W_F32
+            native.set(weight.name, weight.data, _OCT_DTYPE[weight.dtype], rows, cols, quant)
+
+
+def gguf_of(path: Path) -> Path:
+    """The GGUF file at `path`, or the one beside the safetensors. Raises ConfigError when there is none."""
+    if path.is_file():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        raise ConfigError(f"quantization gguf needs one GGUF file in {path}; it has {len(found)}")
+    return found[0]
