@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-
 from pydoc_data.topics import topics
 
 

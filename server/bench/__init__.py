@@ -1,0 +1,1 @@
+"""`octavo bench`: load on running servers, and the machine's limits beside what Octavo reaches."""
