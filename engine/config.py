@@ -58,7 +58,7 @@ class ModelConfig:
     )
     dtype: str = option("auto", "arithmetic", choices=("auto", "float32", "bfloat16", "float16"), common=True)
     quantization: str = option(
-        "auto", "auto keeps GGUF blocks as they are; int8 quantises dense weights", choices=("auto", "none", "int8")
+        "auto", "how matrices are kept; auto: as the files have them", choices=("auto", "none", "int8", "gguf")
     )
     chat_template: str = option("", "file with a Jinja chat template to use instead of the model's", metavar="FILE")
 
