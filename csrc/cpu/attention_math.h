@@ -1,0 +1,113 @@
+// The online softmax of one query row over a group of 64 keys, and the merge of splits.
+//
+// One function for every kernel and every number of rows. Scores are kept in units of log2, so that the exponential is
+// a plain power of two. The state starts at (kNothing, 0, 0), and a group in which a row sees no key leaves every bit
+// of its state as it was: the maximum stays, the correction is exactly 1 and the weights are exactly 0.
+#pragma once
+#include "attention_plan.h"
+
+namespace octavo {
+namespace OCT_ISA {
+
+constexpr float kNothing = -1e30f;
+
+struct SoftmaxParams {
+  float scale;            // score to log2 units, when there is no cap
+  float cap_in, cap_out;  // t = cap_out * tanh(cap_in * score)
+  bool capped;
+
+  explicit SoftmaxParams(const oct_spec& spec) {
+    const float log2e = 1.44269504f;
+    capped = spec.attn_softcap > 0;
+    scale = spec.attn_scale * log2e;
+    cap_in = capped ? spec.attn_scale / spec.attn_softcap : 0;
+    cap_out = spec.attn_softcap * log2e;
+  }
+};
+
+// 2^x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, 0 below -126, NaN for NaN.
+OCT_INLINE vf exp2_negative(vf x) {
+  vi n = round_to_int(x < splat(-126.0f) ? splat(-126.0f) : x);
+  vf r = x - to_float(n);
+  vf p = splat(1.535336188319500e-4f);
+  p = fma(p, r, splat(1.339887440266574e-3f));
+  p = fma(p, r, splat(9.618437357674640e-3f));
+  p = fma(p, r, splat(5.550332471162809e-2f));
+  p = fma(p, r, splat(2.402264791363012e-1f));
+  p = fma(p, r, splat(6.931472028550421e-1f));
+  p = fma(p, r, splat(1.0f));
+  vf e = p * (vf)((n + 127) << 23);
+  return x < splat(-126.0f) ? (vf){} : e;
+}
+
+OCT_INLINE vi lane_numbers() {
+  vi v;
+  for (int i = 0; i < kLanes; i++) v[i] = i;
+  return v;
+}
+// Sum and maximum over the lanes, in every lane. The maximum is of lanes without NaN.
+OCT_INLINE vf sum_lanes(vf v) {
+  OCT_UNROLL for (int w = kLanes / 2; w; w /= 2) v += __builtin_shuffle(v, lane_numbers() ^ splat_i32(w));
+  return v;
+}
+OCT_INLINE vf max_lanes(vf v) {
+  OCT_UNROLL for (int w = kLanes / 2; w; w /= 2) v = max(v, __builtin_shuffle(v, lane_numbers() ^ splat_i32(w)));
+  return v;
+}
+
+struct SoftmaxState { float maximum, sum; };
+
+OCT_INLINE void store_weight(float* p, vf v) { store(p, v); }
+OCT_INLINE void store_weight(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+  __m256bh h = _mm512_cvtneps_pbh(v);
+  memcpy(p, &h, sizeof h);
+#else
+  store_bf16(p, v);
+#endif
+}
+
+// scores: 64 raw scores of keys first_key ... of which the row sees [low, high]. weights: its 64 weights, times
+// v_scale[i] when that is given. Returns the factor for what was accumulated before.
+template <class W>
+static __attribute__((noinline)) float softmax_group(const float* scores, int first_key, int low, int high,
+                                                     const SoftmaxParams& params, const float* v_scale,
+                                                     SoftmaxState& state, W* weights) {
+  constexpr int kVectors = kGroupKeys / kLanes;
+  vf t[kVectors];
+  vi seen[kVectors];
+  vf top = splat(kNothing);
+  OCT_UNROLL for (int i = 0; i < kVectors; i++) {
+    vi key = lane_numbers() + splat_i32(first_key + i * kLanes);
+    seen[i] = (key >= splat_i32(low)) & (key <= splat_i32(high));
+    vf s = load(scores + i * kLanes);
+    t[i] = params.capped ? splat(params.cap_out) * tanh(s * splat(params.cap_in)) : s * splat(params.scale);
+    top = max(seen[i] ? t[i] : splat(kNothing), top);
+  }
+  vf before = splat(state.maximum), highest = max(max_lanes(top), before);
+  vf total = {};
+  OCT_UNROLL for (int i = 0; i < kVectors; i++) {
+    vf w = exp2_negative(t[i] - highest);
+    w = seen[i] ? w : (vf){};
+    total += w;
+    if (v_scale) w = seen[i] ? w * load(v_scale + i * kLanes) : (vf){};
+    store_weight(weights + i * kLanes, w);
+  }
+  vf factor = exp2_negative(before - highest);
+  state.maximum = highest[0];
+  state.sum = state.sum * factor[0] + sum_lanes(total)[0];
+  return factor[0];
+}
+
+// (total, out) becomes the merge of itself and a later split's (part, values).
+static __attribute__((noinline)) void merge_split(SoftmaxState& total, float* out, const SoftmaxState& part,
+                                                  const float* values, int dims) {
+  float highest = total.maximum > part.maximum ? total.maximum : part.maximum;
+  vf a = exp2_negative(splat(total.maximum - highest)), b = exp2_negative(splat(part.maximum - highest));
+  total.maximum = highest;
+  total.sum = total.sum * a[0] + part.sum * b[0];
+  for (int d = 0; d < dims; d += kLanes) store(out + d, load(out + d) * a + load(values + d) * b);
+}
+
+}  // namespace OCT_ISA
+}  // namespace octavo
