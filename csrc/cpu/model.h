@@ -9,15 +9,15 @@
 #include <vector>
 
 #include "kernels.h"
+#include "pack.h"
 
 namespace octavo {
 
 struct Matrix {          // y[n] = x[k] . W^T + bias
   int32_t n = 0, k = 0;  // outputs, inputs, without padding
-  int32_t quant = OCT_W_F32;
-  int32_t kind = 0;             // PackKind: the exact block layout (pack.h)
-  const void* data = nullptr;   // packed panels of 32 outputs
-  const float* bias = nullptr;  // [n padded to 32], packed column order, or NULL
+  PackKind kind = kF32;
+  const uint8_t* data = nullptr;  // packed panels of 32 outputs; NULL: there is no such matrix
+  const float* bias = nullptr;    // [n padded to 32], or NULL
 };
 
 struct Norm {
@@ -31,8 +31,8 @@ struct Layer {
   Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm;
   const float* q_norm = nullptr;  // [head_size] or [heads * head_size]
   const float* k_norm = nullptr;  // [head_size] or [kv_heads * head_size]
-  Matrix qkv;                     // rows: all q heads, all k heads, all v heads
-  Matrix o, gate_up, down;        // gate_up: gate and up interleaved in runs of 16 rows when gated, else up alone
+  Matrix q, k, v;                 // one product with three parts
+  Matrix o, gate_up, down;        // gate_up: each panel holds 16 gates and their 16 ups; without gates up alone
   Matrix router;
   std::vector<Expert> experts;
   int32_t window = 0, rope = 0;
@@ -40,20 +40,57 @@ struct Layer {
 };
 
 struct Table {  // rows that are looked up, kept as they came
-  const void* data = nullptr;
-  int32_t dtype = OCT_F32;  // oct_dtype, or -1: blocks of ggml_type
-  int32_t ggml_type = 0;
+  const uint8_t* data = nullptr;
+  int32_t dtype = OCT_F32;  // an oct_dtype, or kGgml + the ggml type of its blocks
   int64_t rows = 0, cols = 0, row_bytes = 0;
+};
+constexpr int32_t kGgml = 1000;
+
+// One stored weight: what save() writes and load() maps.
+struct Blob {
+  enum Form : int32_t { kVector, kTable, kMatrix };
+  int32_t form = kVector;
+  int32_t type = 0;  // kTable: as Table::dtype. kMatrix: PackKind
+  int64_t rows = 0, cols = 0, bytes = 0;
+  uint8_t* data = nullptr;
 };
 
 struct Model {
   oct_spec spec;  // pointers lead into the vectors below
   std::vector<float> inv_freq, rope_scale;
   std::vector<int32_t> layer_window, layer_rope, layer_moe;
+
+  // Filled by finish() and load() from the blobs.
   std::vector<Layer> layers;
   Table embed, positions;
   Norm final_norm;
   Matrix lm_head;
+  bool ready = false;
+
+  std::map<std::string, Blob> blobs;  // by canonical name; gate and up share "gate_up"
+  std::map<std::string, int> given;   // names that oct_model_set* got
+  struct Chunk { uint8_t* data; int64_t bytes, used; };
+  std::vector<Chunk> chunks;  // huge-page memory the blobs lie in
+  void* step_state = nullptr;  // of the instruction set in use; freed through its table
+
+  uint8_t* allocate(int64_t bytes);  // 64-byte aligned, zeroed; NULL when memory is out
 };
 
+// Records the reason for oct_last_error() and returns -1.
+int fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// What each compiled instruction set offers (step.cpp).
+struct InstructionSet {
+  const char* name;
+  int (*step)(Model*, const oct_kv*, const oct_batch*);
+  void (*free_state)(void*);
+  int64_t (*kv_block_bytes)(const oct_spec*, int32_t block_size, int32_t dtype);
+  int (*sample)(const oct_sampling*);
+};
+
+class ThreadPool;
+ThreadPool& pool();  // of the process, made by oct_init
+
 }  // namespace octavo
+
+struct oct_model { octavo::Model model; };
