@@ -7,7 +7,9 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.cache import KVCache
+from engine.attention.contiguous import VirtualCache
 from engine.attention.encoding import STORAGE_DTYPES
+from engine.errors import RequestFailed
 from engine.model.spec import DecoderSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,11 +54,26 @@ class TorchBlocks:
 
     def commit(self, slot: int, page: int) -> None:
         """Paged storage is there from the start: nothing to map."""
-        raise NotImplementedError("paged storage has no pages to map")
+        raise RequestFailed(f"paged KV storage has no page {page} of slot {slot} to map")
 
     def release(self, slot: int, page: int) -> None:
         """See `commit`."""
-        raise NotImplementedError("paged storage has no pages to unmap")
+        raise RequestFailed(f"paged KV storage has no page {page} of slot {slot} to unmap")
+
+
+class VirtualBlocks(TorchBlocks):
+    """The same over reserved ranges, whose pages are mapped and unmapped."""
+
+    def __init__(self, cache: VirtualCache) -> None:
+        super().__init__(cache)
+        self._cache = cache
+
+    def commit(self, slot: int, page: int) -> None:
+        """The system backs a page when it is first written."""
+
+    def release(self, slot: int, page: int) -> None:
+        """See `DeviceBlocks`."""
+        self._cache.release(slot, page)
 
 
 def block_bytes(spec: DecoderSpec, block_size: int, kv_dtype: str) -> int:

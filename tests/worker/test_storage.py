@@ -90,7 +90,9 @@ def test_neighbouring_blocks_move_as_one_run_in_whatever_order_they_came() -> No
     assert [(run.src, run.dst, run.n) for run in runs(chained)] == [(1, 2, 1), (2, 3, 1)]
 
 
-@pytest.mark.parametrize(("kind", "src", "dst"), [("copy", BLOCKS, 0), ("out", 0, HOST), ("in", -1, 0), ("disk_in", 0, 0)])
+@pytest.mark.parametrize(
+    ("kind", "src", "dst"), [("copy", BLOCKS, 0), ("out", 0, HOST), ("in", -1, 0), ("disk_in", 0, 0)]
+)
 def test_an_operation_outside_of_its_pool_is_refused(kind: str, src: int, dst: int) -> None:
     device = PlainBlocks()
     before = device.blocks.copy()
@@ -188,7 +190,7 @@ def test_torch_blocks_move_keys_values_and_scales_of_all_layers(kv_dtype: str) -
     storage.run((KVOp("out", 1, 0), KVOp("out", 2, 1), KVOp("copy", 3, 1), KVOp("copy", 3, 2)), {})
     storage.run((KVOp("in", 0, 4), KVOp("in", 1, 0)), {})
 
-    moved = torch.cat([torch.arange(6, 9), torch.arange(9, 12), torch.arange(9, 12), torch.arange(9, 12), torch.arange(3, 6)])
+    moved = torch.cat([torch.arange(3 * block, 3 * block + 3) for block in (2, 3, 3, 3, 1)])
     for layer in (0, 1):
         for now, then in zip(cache.read(layer, slots), before[layer], strict=True):
             assert torch.equal(now, then[moved])

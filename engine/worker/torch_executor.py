@@ -1,0 +1,215 @@
+"""The oracle executor: the torch decoder, reference attention, reference sampler; on the CPU or any torch device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, AttentionBatch
+from engine.attention.cache import KVCache
+from engine.attention.contiguous import ContiguousAttention, VirtualCache
+from engine.attention.encoding import STORAGE_DTYPES
+from engine.attention.reference import ReferenceAttention
+from engine.core.plan import Geometry, Plan, Result
+from engine.errors import ConfigError
+from engine.model.decoder import Decoder
+from engine.model.spec import DecoderSpec
+from engine.sampling.reference import RowParams, sample, score
+from engine.worker.batch import Batch, Drawn, Draws, Float32
+from engine.worker.fingerprint import fingerprint
+from engine.worker.runner import Runner, StepThread
+from engine.worker.settings import ExecutorSettings, device_blocks
+from engine.worker.slots import Slots
+from engine.worker.storage import KVStorage
+from engine.worker.tiers import open_tiers
+from engine.worker.torch_blocks import TorchBlocks, VirtualBlocks, block_bytes
+
+
+class TorchCompute:
+    """Forward pass and sampling in torch.
+
+    one_by_one: a sequence at a time, so that what it gets never depends on the others of its batch (a library's
+    matrix product may round differently for another number of rows).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        block_size: int,
+        device: torch.device,
+        *,
+        one_by_one: bool,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._block_size = block_size
+        self._device = device
+        self._one_by_one = one_by_one
+        self._logits = np.zeros((0, 0), np.float32)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, slots: Slots) -> Float32:
+        """See `Compute`."""
+        sequences = len(batch.pos_start)
+        groups = [[i] for i in range(sequences)] if self._one_by_one else [list(range(sequences))]
+        logits: list[Float32] = []
+        pooled: list[Float32] = []
+        for group in groups:
+            first, last = int(batch.q_start[group[0]]), int(batch.q_start[group[-1] + 1])
+            hidden = self._hidden(batch, slots, group)
+            for rows, out, head in ((batch.logit_rows, logits, True), (batch.hidden_rows, pooled, False)):
+                mine = rows[(rows >= first) & (rows < last)] - first
+                if len(mine):
+                    states = hidden[torch.from_numpy(mine).long().to(hidden.device)]
+                    out.append((self._decoder.logits(states) if head else states).float().cpu().numpy())
+        self._logits = np.concatenate(logits) if logits else np.zeros((0, slots.vocab_size), np.float32)
+        return np.concatenate(pooled) if pooled else np.zeros((0, 0), np.float32)
+
+    def _hidden(self, batch: Batch, slots: Slots, group: list[int]) -> torch.Tensor:
+        """Hidden states of the rows of some neighbouring sequences."""
+        base = int(batch.q_start[group[0]])
+        q_start = [int(batch.q_start[i]) - base for i in group] + [int(batch.q_start[group[-1] + 1]) - base]
+        pos_start = [int(batch.pos_start[i]) for i in group]
+        lines = [int(batch.slots[i]) for i in group]
+        positions = np.concatenate([np.arange(p, p + q_start[i + 1] - q_start[i]) for i, p in enumerate(pos_start)])
+        line_of_row = np.repeat(lines, np.diff(q_start))
+        blocks = slots.tables[line_of_row, positions // self._block_size].astype(np.int64)
+        device = self._device
+        self._attention.plan(
+            AttentionBatch(
+                q_start=q_start,
+                pos_start=pos_start,
+                slots=lines,
+                tables=torch.from_numpy(slots.tables).long().to(device),
+                slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size).to(device),
+            )
+        )
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(q)
+            self._attention.run(layer, q, k, v, out)
+            return out
+
+        tokens = torch.from_numpy(batch.tokens[base : base + q_start[-1]]).long().to(device)
+        return self._decoder.forward(tokens, torch.from_numpy(positions).to(device), attend)
+
+    def sample(self, draws: Draws, slots: Slots) -> Drawn:
+        """See `Compute`."""
+        n = len(draws.slot)
+        width = max(0, int(draws.n_top.max())) if n else 0
+        drawn = Drawn(
+            np.zeros(n, np.int32),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.int32),
+            np.zeros((n, width), np.int32),
+            np.zeros((n, width), np.float32),
+        )
+        for i in range(n):
+            logits = self._logits[i]
+            forced = -1 if draws.forced is None else int(draws.forced[i])
+            token = forced if forced >= 0 else sample(logits, _row_params(draws, slots, i))
+            drawn.token[i] = token
+            k = int(draws.n_top[i])
+            if k >= 0:
+                drawn.logprob[i], drawn.rank[i], drawn.top_ids[i, :k], drawn.top_logprobs[i, :k] = score(
+                    logits, token, k
+                )
+        return drawn
+
+
+class TorchExecutor:
+    """Executes plans in torch. See `engine.core.plan.Executor`."""
+
+    def __init__(self, model_dir: str | Path, spec: DecoderSpec, settings: ExecutorSettings) -> None:
+        self._model = Path(model_dir)
+        self._spec = spec
+        self._settings = settings
+        self._storage: KVStorage | None = None
+        self._thread: StepThread | None = None
+
+    def start(self) -> Geometry:
+        """Load the model and make the storage. Raises ConfigError."""
+        spec, settings = self._spec, self._settings
+        device = _device(settings.device)
+        decoder = Decoder.load(spec, self._model, STORAGE_DTYPES[settings.dtype], device)
+        blocks = device_blocks(settings, block_bytes(spec, settings.block_size, settings.kv_dtype))
+        if settings.kv_manager == "virtual":
+            pages = -(-settings.max_model_len // settings.block_size)
+            virtual = VirtualCache.reserve(spec, settings.max_num_seqs, pages, settings.block_size, settings.kv_dtype)
+            return self._assemble(decoder, ContiguousAttention(spec, virtual), VirtualBlocks(virtual), blocks)
+        cache = KVCache.allocate(
+            spec.num_layers, blocks, settings.block_size, spec.num_kv_heads, spec.head_size, settings.kv_dtype, device
+        )
+        return self._assemble(decoder, ReferenceAttention(spec, cache), TorchBlocks(cache), blocks)
+
+    def _assemble(
+        self, decoder: Decoder, attention: AttentionBackend, device: TorchBlocks, blocks: int
+    ) -> Geometry:
+        spec, settings = self._spec, self._settings
+        mark = fingerprint(self._model, spec, "torch", settings.dtype, settings.kv_dtype, settings.block_size)
+        host, disk = open_tiers(settings, device.bytes_per_block, mark)
+        self._storage = KVStorage(device, host, disk)
+        slots = Slots(settings, spec.vocab_size, device.num_blocks)
+        alone = settings.deterministic or decoder.device.type == "cpu"
+        compute = TorchCompute(decoder, attention, settings.block_size, decoder.device, one_by_one=alone)
+        self._thread = StepThread(Runner(compute, slots, self._storage).run)
+        return Geometry(
+            num_blocks=blocks,
+            block_size=settings.block_size,
+            host_blocks=len(host.blocks),
+            disk_blocks=disk.num_blocks if disk else 0,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            vocab_size=spec.vocab_size,
+            bytes_per_block=device.bytes_per_block,
+            hidden_size=spec.hidden_size,
+            disk_index=disk.index() if disk else (),
+        )
+
+    def submit(self, plan: Plan) -> None:
+        """See `Executor`."""
+        assert self._thread is not None, "start() comes first"
+        self._thread.submit(plan)
+
+    def collect(self) -> Result:
+        """See `Executor`."""
+        assert self._thread is not None, "start() comes first"
+        return self._thread.collect()
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if self._thread is not None:
+            self._thread.close()
+        if self._storage is not None:
+            self._storage.close()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"torch can't use the device {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _row_params(draws: Draws, slots: Slots, i: int) -> RowParams:
+    slot = int(draws.slot[i])
+    return RowParams(
+        temperature=float(slots.temperature[slot]),
+        top_p=float(slots.top_p[slot]),
+        top_k=int(slots.top_k[slot]),
+        min_p=float(slots.min_p[slot]),
+        repetition=float(slots.repetition[slot]),
+        presence=float(slots.presence[slot]),
+        frequency=float(slots.frequency[slot]),
+        seed=int(slots.seed[slot]),
+        choice=int(slots.choice[slot]),
+        position=int(draws.position[i]),
+        seen=draws.seen[i] if draws.seen is not None else None,
+        bias=draws.bias[i] if draws.bias is not None else None,
+        mask=draws.masks[i] if draws.masks is not None else None,
+    )

@@ -1,0 +1,167 @@
+"""Drives an executor through plans as a scheduler would, with the schedule in the test's hands."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors.numpy import save_file
+
+from engine.core.plan import LAST_SAMPLED, Executor, Geometry, KVOp, Plan, Row, Sampled, SlotParams
+
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INTER = 515, 192, 3, 6, 2, 64, 256
+
+
+def tiny_model(directory: Path, seed: int = 0, **config: object) -> Path:
+    """A Llama of random weights in Hugging Face form, large enough that its tokens differ from each other."""
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "intermediate_size": INTER,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **config,
+    }
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, cols: int) -> np.ndarray:
+        return (rng.normal(size=(rows, cols)) * 1.5 / cols**0.5).astype(np.float32)
+
+    weights = {
+        "model.embed_tokens.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "lm_head.weight": matrix(VOCAB, HIDDEN) * 2,
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for name, rows, cols in (
+            ("self_attn.q_proj", HEADS * HEAD_SIZE, HIDDEN),
+            ("self_attn.k_proj", KV_HEADS * HEAD_SIZE, HIDDEN),
+            ("self_attn.v_proj", KV_HEADS * HEAD_SIZE, HIDDEN),
+            ("self_attn.o_proj", HIDDEN, HEADS * HEAD_SIZE),
+            ("mlp.gate_proj", INTER, HIDDEN),
+            ("mlp.up_proj", INTER, HIDDEN),
+            ("mlp.down_proj", HIDDEN, INTER),
+        ):
+            weights[f"{at}{name}.weight"] = matrix(rows, cols)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}{name}.weight"] = rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+@dataclass
+class Job:
+    """One sequence: what is asked of it and what it got."""
+
+    prompt: tuple[int, ...]
+    params: SlotParams
+    new_tokens: int
+    computed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.params = msgspec.structs.replace(self.params, prompt_len=len(self.prompt), prompt=self.prompt)
+
+    @property
+    def done(self) -> bool:
+        return len(self.sampled) >= self.new_tokens
+
+
+class Driver:
+    """Blocks and slots for an executor. Blocks are handed out in a shuffled order."""
+
+    def __init__(self, executor: Executor, geometry: Geometry, seed: int = 0) -> None:
+        self.executor = executor
+        self.geometry = geometry
+        self.rng = random.Random(seed)
+        self.free = list(range(geometry.num_blocks))
+        self.rng.shuffle(self.free)
+        self.steps = 0
+
+    def run(self, plan: Plan) -> tuple:
+        self.executor.submit(plan)
+        return self.executor.collect().rows
+
+    def generate(self, jobs: Many[Job], *, chunk: int = 64, together: bool = True, swap: bool = False) -> list[Job]:
+        """Run jobs to their end: all in each step, or one after another; prompts `chunk` tokens at a time.
+
+        swap: now and then a sequence's blocks go to the host and come back elsewhere.
+        """
+        for group in [list(jobs)] if together else [[job] for job in jobs]:
+            slots = self.rng.sample(range(self.geometry.max_num_seqs), len(group))
+            taken = tuple((slot, job.params) for slot, job in zip(slots, group, strict=True))
+            while any(not job.done for job in group):
+                active = [(slot, job) for slot, job in zip(slots, group, strict=True) if not job.done]
+                self.rng.shuffle(active)
+                ops = self.move(active) if swap and self.steps % 3 == 2 else ()
+                rows = tuple(self.row(slot, job, chunk, whole_table=bool(ops)) for slot, job in active)
+                results = self.run(Plan(self.steps, rows, ops, taken))
+                taken = ()
+                self.steps += 1
+                for (_, job), row, result in zip(active, rows, results, strict=True):
+                    job.computed += len(row.tokens)
+                    job.sampled.extend(result.sampled)
+                    job.tokens.extend(s.token for s in result.sampled)
+            for job in group:
+                self.free.extend(job.table)
+                job.table.clear()
+            self.rng.shuffle(self.free)
+        return list(jobs)
+
+    def row(self, slot: int, job: Job, chunk: int, *, whole_table: bool) -> Row:
+        tokens = tuple(job.tokens[job.computed : job.computed + chunk])
+        end = job.computed + len(tokens)
+        before = len(job.table)
+        while len(job.table) * self.geometry.block_size < end:
+            job.table.append(self.free.pop())
+        first = 0 if whole_table else before
+        return Row(slot, job.computed, tokens, first, tuple(job.table[first:]), sample=end == len(job.tokens))
+
+    def move(self, active: list[tuple[int, Job]]) -> tuple[KVOp, ...]:
+        """One sequence out to the host and in again, into other blocks."""
+        _, job = self.rng.choice(active)
+        host = self.rng.sample(range(self.geometry.host_blocks), len(job.table))
+        out = [KVOp("out", block, at) for block, at in zip(job.table, host, strict=True)]
+        self.free.extend(job.table)
+        self.rng.shuffle(self.free)
+        job.table = [self.free.pop() for _ in job.table]
+        self.rng.shuffle(out)
+        return tuple(out) + tuple(KVOp("in", at, block) for at, block in zip(host, job.table, strict=True))
+
+
+def prompts(lengths: Many[int], seed: int = 0) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(VOCAB) for _ in range(n)) for n in lengths]
+
+
+def overlapped(driver: Driver, job: Job, slot: int) -> Job:
+    """The job with two steps in flight: every token but the first is still unknown when its step is submitted."""
+    job.table = [driver.free.pop() for _ in range(-(-(len(job.prompt) + job.new_tokens) // driver.geometry.block_size))]
+    first = Row(slot, 0, job.prompt, 0, tuple(job.table), sample=True)
+    driver.executor.submit(Plan(0, (first,), slots=((slot, job.params),)))
+    for i in range(job.new_tokens - 1):
+        driver.executor.submit(Plan(i + 1, (Row(slot, len(job.prompt) + i, (LAST_SAMPLED,), sample=True),)))
+        job.sampled.extend(driver.executor.collect().rows[0].sampled)
+    job.sampled.extend(driver.executor.collect().rows[0].sampled)
+    driver.free.extend(job.table)
+    return replace(job)
