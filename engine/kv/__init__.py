@@ -1,1 +1,110 @@
-"""KV bookkeeping: block pool, block tables, prefix index, tiers. Pure Python: ids only, never tensors."""
+"""KV memory bookkeeping: ids only, no tensors. The scheduler knows a manager by the protocol below.
+
+Managers: `paged.PagedKV` (blocks anywhere, shared), `contiguous.ContiguousKV` (vAttention, and the
+reserve-the-maximum baseline). A sequence is named by an integer that the scheduler chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from engine.core.plan import KVOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What the memory looks like now (blocks), and counters since the start."""
+
+    total: int
+    free: int  # free or evictable at once
+    cached: int = 0  # held by the prefix index alone
+    shared: int = 0  # held by more than one sequence
+    saved: int = 0  # blocks that sharing saves
+    host_total: int = 0
+    host_used: int = 0
+    disk_used: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0  # on the device
+    hit_tokens_host: int = 0
+    hit_tokens_disk: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    copies: int = 0  # copy-on-write
+
+
+class BlockView(NamedTuple):
+    """One block as `inspect` shows it."""
+
+    id: int
+    refs: int
+    cached: bool  # the prefix index is one of the holders
+    holders: tuple[int, ...]  # sequences
+
+
+class KVManager(Protocol):
+    """Makes room for tokens and says by which operations. Every method but `check` is cheap."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that one sequence alone can have in the pool."""
+
+    def admit(self, seq: int, tokens: Sequence[int], salt: str, limit: int, spare: int) -> int | None:
+        """Begin a sequence; claim its cached prefix within tokens[:limit] and return that length.
+
+        None, and nothing changed, when the pool can't take all of `tokens` and still leave `spare` blocks.
+        """
+
+    def extend(self, seq: int, computed: int, total: int) -> bool:
+        """Make [computed, total) writable by this sequence alone; False, and nothing changed, when full."""
+
+    def commit(self, seq: int, tokens: Sequence[int], computed: int) -> None:
+        """tokens[:computed] have their KV now: it may be shared with later sequences."""
+
+    def fork(self, parent: int, child: int, computed: int) -> bool:
+        """Begin `child` with the parent's KV of [0, computed); False when that would need room."""
+
+    def survives(self, seq: int) -> int:
+        """Tokens of this sequence whose KV others hold too, so that a release loses nothing of them."""
+
+    def swap_blocks(self, seq: int, computed: int) -> tuple[int, int] | None:
+        """Blocks that a swap would copy out, and later in; None when this manager or the tiers can't."""
+
+    def swap_out(self, seq: int, computed: int) -> bool:
+        """Move [0, computed) to the host; False, and nothing changed, when there is no room."""
+
+    def swap_in(self, seq: int, total: int, spare: int) -> bool:
+        """Bring it back; False, and nothing changed, when `total` tokens and `spare` blocks don't fit."""
+
+    def release(self, seq: int) -> None:
+        """Give everything back. Idempotent; the only way to end a sequence."""
+
+    def table(self, seq: int) -> Sequence[int]:
+        """Logical to physical blocks; [] while swapped out."""
+
+    def changes(self, seq: int) -> tuple[int, tuple[int, ...]]:
+        """(first changed index, table from there on) since the last call; (0, ()) when nothing changed."""
+
+    def resend(self, seq: int) -> None:
+        """The next `changes` gives the whole table: the sequence has taken another slot."""
+
+    def missing(self, seq: int, total: int) -> int:
+        """Blocks that the table lacks for `total` tokens."""
+
+    def available(self) -> int:
+        """Blocks that are free or evictable."""
+
+    def drain(self) -> tuple[KVOp, ...]:
+        """Operations since the last call, in the order in which they must run before the next forward pass."""
+
+    def reset(self) -> None:
+        """Forget every cached prefix that no live sequence relies on."""
+
+    def usage(self) -> Usage: ...
+
+    def blocks(self) -> list[BlockView]:
+        """Every device block in use, by id. For people: it walks all tables."""
+
+    def check(self) -> None:
+        """Raise AssertionError if any count disagrees with what is held. For tests and after a failure."""

@@ -1,0 +1,191 @@
+"""EngineCore: schedule, execute, update. Runs in the engine process, on a thread, or in the caller's loop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from engine.api import AddRequest, Stats, StepOut
+from engine.core import inspect
+from engine.core.constraint import ConstraintFactory
+from engine.core.plan import Executor, Geometry, Plan, Result
+from engine.core.proposer import Proposer
+from engine.core.scheduler import Scheduler
+from engine.core.settings import CoreSettings
+from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.kv import KVManager
+from engine.kv.costs import Costs
+from engine.kv.paged import PagedKV
+
+MEASURED_PREFILL = 32  # tokens that a step must have to tell the prefill rate
+IDLE_S = 0.001  # pause of a step that has nothing to compute
+
+
+class EngineCore:
+    """One model's requests. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        geometry: Geometry,
+        settings: CoreSettings,
+        eos_token_ids: frozenset[int],
+        constraints: ConstraintFactory | None,
+        clock: Callable[[], float] = time.time,
+        proposer: Proposer | None = None,
+    ) -> None:
+        """`executor` has been started and gave `geometry`. Raises ConfigError for settings that don't fit it."""
+        self.geometry = geometry
+        self._executor = executor
+        self._clock = clock
+        # A proposer guesses from tokens that are known: with it no step is planned ahead.
+        self._overlap = 0 if proposer is not None else settings.overlap
+        self._costs = Costs(geometry.bytes_per_block, geometry.block_size)
+        self._kv = make_kv(geometry, settings, self._costs)
+        self._scheduler = Scheduler(
+            self._kv, self._costs, geometry, settings, eos_token_ids, constraints, proposer, clock
+        )
+        self._flights: deque[Plan] = deque()
+        self._steps = self._step_tokens = 0
+        self._step_s = self._schedule_s = self._sample_s = 0.0
+        self._last_step = 0.0
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. A refusal is a terminal delta a choice in the next `step`."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str, choice: int = -1) -> None:
+        """End a request, or one of its choices. Its blocks are free at once. Idempotent."""
+        self._scheduler.abort(request_id, choice)
+
+    def has_work(self) -> bool:
+        """Is any request alive, any step in flight, any delta not yet given out?"""
+        return bool(self._scheduler.requests or self._flights or self._scheduler.deltas)
+
+    def step(self) -> StepOut:
+        """Plan a step, start it, take the oldest result.
+
+        When nothing can be computed now (all that is left waits for its grammar) it sleeps for a moment.
+        A step that raises ends the requests of that step and no others.
+        """
+        began = time.perf_counter()
+        waited = 0.0
+        plan = self._scheduler.schedule()
+        try:
+            if plan is not None:
+                self._flights.append(plan)
+                self._executor.submit(plan)
+            if len(self._flights) > self._overlap or (plan is None and self._flights):
+                at = time.perf_counter()
+                result = self._executor.collect()
+                waited = time.perf_counter() - at
+                self._finish(self._flights.popleft(), result)
+        except EngineDead:
+            raise
+        except Exception as error:  # the step loop: the one place where a failure stays with its requests
+            self._fail(error)
+        if plan is not None or waited:
+            took = time.perf_counter() - began
+            self._step_s += took
+            self._schedule_s += took - waited
+        elif not self._scheduler.deltas:
+            time.sleep(IDLE_S)
+        return StepOut(tuple(self._scheduler.take_deltas()), self.stats())
+
+    def _finish(self, plan: Plan, result: Result) -> None:
+        self._scheduler.update(plan, result)
+        tokens = sum(len(row.tokens) for row in plan.rows)
+        self._steps += 1
+        self._step_tokens += tokens
+        self._sample_s += result.sample_s
+        self._last_step = self._clock()
+        self._costs.saw_copy(result.copy_bytes, result.copy_s)
+        if tokens >= MEASURED_PREFILL and tokens >= 2 * len(plan.rows):
+            self._costs.saw_prefill(tokens, result.compute_s)
+
+    def _fail(self, error: Exception) -> None:
+        failed = self._flights.popleft()
+        while self._flights:  # it stood on the step that failed
+            self._flights.popleft()
+            try:
+                self._executor.collect()
+            except EngineDead:
+                raise
+            except Exception:
+                continue
+        self._scheduler.fail(failed.step, f"the step failed: {error}")
+        self._kv.check()
+
+    def control(self, command: str, argument: dict[str, str]) -> Any:
+        """An operator's command; its answer is JSON-able. Raises InvalidRequest for one that isn't known."""
+        if command != "reset_prefix_cache":
+            raise InvalidRequest(f"{command!r} is not a command of this engine; it knows reset_prefix_cache")
+        self._kv.reset()
+        return {"blocks_free": self._kv.usage().free}
+
+    def close(self) -> None:
+        """Let the executor go. Idempotent."""
+        self._executor.close()
+
+    def inspect(self, what: str, request_id: str = "") -> Any:
+        """A JSON-able snapshot: "kv" (every block), "requests" (all, and those that ended lately), "request"."""
+        match what:
+            case "kv":
+                return inspect.memory(self._kv, self.geometry, self._scheduler)
+            case "requests":
+                return inspect.requests(self._scheduler, self._clock())
+            case _:
+                return inspect.request(self._scheduler, request_id, self._clock())
+
+    def stats(self) -> Stats:
+        """Counters and gauges now."""
+        scheduler, counters, usage = self._scheduler, self._scheduler.counters, self._kv.usage()
+        return Stats(
+            step=self._steps,
+            time=self._last_step,
+            running=scheduler.running_requests,
+            waiting=scheduler.waiting_requests,
+            blocks_total=usage.total,
+            blocks_free=usage.free,
+            blocks_cached=usage.cached,
+            blocks_shared=usage.shared,
+            bytes_saved=usage.saved * self.geometry.bytes_per_block,
+            host_blocks_total=usage.host_total,
+            host_blocks_used=usage.host_used,
+            disk_blocks_used=usage.disk_used,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_queries=usage.queried_tokens,
+            prefix_hits=usage.hit_tokens,
+            prefix_hits_host=usage.hit_tokens_host,
+            prefix_hits_disk=usage.hit_tokens_disk,
+            preemptions_swap=counters.preemptions_swap,
+            preemptions_recompute=counters.preemptions_recompute,
+            swap_out_blocks=usage.swapped_out,
+            swap_in_blocks=usage.swapped_in,
+            cow_copies=usage.copies,
+            cost_swap_s=counters.cost_swap_s,
+            cost_recompute_s=counters.cost_recompute_s,
+            spec_proposed=counters.spec_proposed,
+            spec_accepted=counters.spec_accepted,
+            step_s=self._step_s,
+            step_tokens=self._step_tokens,
+            schedule_s=self._schedule_s,
+            sample_s=self._sample_s,
+        )
+
+
+def make_kv(geometry: Geometry, settings: CoreSettings, costs: Costs) -> KVManager:
+    """The manager that the settings name."""
+    if settings.kv_manager == "paged":
+        return PagedKV(
+            geometry.num_blocks,
+            geometry.block_size,
+            costs,
+            host_blocks=geometry.host_blocks,
+            disk_blocks=geometry.disk_blocks,
+            caching=settings.enable_prefix_caching,
+        )
+    raise ConfigError(f"kv_manager: {settings.kv_manager} is not there yet")

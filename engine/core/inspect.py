@@ -1,0 +1,90 @@
+"""Snapshots for people: every KV block and its holders, every request and its story. JSON-able values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.core.plan import Geometry
+from engine.core.request import Request, Sequence
+from engine.core.scheduler import Scheduler
+from engine.kv import KVManager
+
+
+def memory(kv: KVManager, geometry: Geometry, scheduler: Scheduler) -> dict[str, Any]:
+    """Blocks by id: state free | cached | used | shared, references, holders, tokens filled; and the tiers."""
+    names: dict[int, Sequence] = {seq.id: seq for r in scheduler.requests.values() for seq in r.sequences}
+    filled: dict[int, int] = {}
+    for seq in scheduler.running:
+        for i, block in enumerate(kv.table(seq.id)):
+            tokens = max(0, min(geometry.block_size, seq.computed - i * geometry.block_size))
+            filled[block] = max(filled.get(block, 0), tokens)
+    blocks: list[dict[str, Any]] = [
+        {"id": i, "state": "free", "refs": 0, "holders": [], "tokens": 0} for i in range(geometry.num_blocks)
+    ]
+    for view in kv.blocks():
+        holders = [{"request": names[s].request.add.id, "choice": names[s].choice} for s in view.holders]
+        blocks[view.id] = {
+            "id": view.id,
+            "state": ("cached", "used", "shared")[min(2, len(holders))],
+            "refs": view.refs,
+            "holders": holders,
+            "tokens": filled.get(view.id, geometry.block_size if view.cached else 0),
+        }
+    usage = kv.usage()
+    return {
+        "block_size": geometry.block_size,
+        "bytes_per_block": geometry.bytes_per_block,
+        "total": usage.total,
+        "free": usage.free,
+        "cached": usage.cached,
+        "shared": usage.shared,
+        "saved_bytes": usage.saved * geometry.bytes_per_block,
+        "host": {"total": usage.host_total, "used": usage.host_used},
+        "disk": {"total": geometry.disk_blocks, "used": usage.disk_used},
+        "blocks": blocks,
+    }
+
+
+def requests(scheduler: Scheduler, now: float) -> dict[str, Any]:
+    """What is alive, in order of arrival, and what ended lately, the newest first; without timelines."""
+    alive = sorted(scheduler.requests.values(), key=lambda r: r.add.arrival)
+    return {
+        "alive": [_summary(r, now) for r in alive],
+        "finished": [_summary(r, now) for r in reversed(scheduler.finished)],
+    }
+
+
+def request(scheduler: Scheduler, id: str, now: float) -> dict[str, Any] | None:
+    """One request with its timeline; None when it is unknown or forgotten."""
+    found = scheduler.requests.get(id) or next((r for r in reversed(scheduler.finished) if r.add.id == id), None)
+    if found is None:
+        return None
+    return {**_summary(found, now), "timeline": found.timeline}
+
+
+def _summary(request: Request, now: float) -> dict[str, Any]:
+    add = request.add
+    end = request.finished if request.finished is not None else now
+    return {
+        "id": add.id,
+        "arrival": add.arrival,
+        "priority": add.priority,
+        "prompt_tokens": request.prompt_len,
+        "max_tokens": request.end - request.prompt_len,
+        "cached_tokens": max(0, request.cached),
+        "queued_s": (request.admitted if request.admitted is not None else end) - add.arrival,
+        "ttft_s": None if request.first_token is None else request.first_token - add.arrival,
+        "total_s": end - add.arrival,
+        "finished": request.finished is not None,
+        "reasons": {str(choice): reason for choice, reason in sorted(request.reasons.items())},
+        "choices": [
+            {
+                "choice": seq.choice,
+                "status": seq.status.value,
+                "output_tokens": len(seq.tokens) - request.prompt_len,
+                "computed": seq.computed,
+                "preemptions": seq.preemptions,
+            }
+            for seq in request.sequences
+        ],
+    }

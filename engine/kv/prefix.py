@@ -1,0 +1,143 @@
+"""PrefixIndex: a trie of token runs whose KV is kept after their sequences have ended.
+
+RadixAttention (Zheng et al., SGLang, arXiv 2312.07104) without compressed edges: one node per block, so a
+node is never split and a sequence's place in the trie is a cursor. The index holds a reference to each block
+like any sequence does; a block that it alone holds is evictable.
+
+Invariant: a sequence that holds a block holds all blocks before it, and lets go from the tail. So what hangs
+below a node became idle before it, and evicting in the order of `idle` takes leaves first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.kv.pool import BlockPool
+from engine.kv.tiers import Blocks, Node, Tiers
+
+
+class PrefixIndex:
+    """Nodes by (salt, tokens from the start). A node covers `tokens_per_node` tokens in `blocks_per_node` blocks."""
+
+    def __init__(self, pool: BlockPool, tiers: Tiers, block_size: int, blocks_per_node: int) -> None:
+        self.pool = pool
+        self.tiers = tiers
+        self.blocks_per_node = blocks_per_node
+        self.tokens_per_node = block_size * blocks_per_node
+        self.owner: list[Node | None] = [None] * pool.size  # of each device block in the index
+        self.idle: OrderedDict[Node, None] = OrderedDict()  # nodes that no sequence holds, next victim first
+        self.roots: dict[str, Node] = {}
+        self.held = 0  # references that sequences hold
+        self.shared = 0  # blocks that more than one sequence holds
+
+    # ---------------------------------------------------------------- references of sequences
+
+    def take(self) -> int:
+        """A free block for a sequence; the caller has checked `available`."""
+        if self.pool.free == 0:
+            self._evict()
+        self.held += 1
+        return self.pool.take()
+
+    def hold(self, block: int) -> None:
+        """One more sequence holds this block."""
+        refs = self.pool.refs
+        self.pool.hold(block)
+        self.held += 1
+        node = self.owner[block]
+        if node is None:
+            self.shared += refs[block] == 2
+            return
+        self.shared += refs[block] == 3
+        if refs[block] == 2:
+            if node.busy == 0:
+                del self.idle[node]
+            node.busy += 1
+
+    def drop(self, block: int) -> None:
+        """A sequence lets go of this block."""
+        left = self.pool.drop(block)
+        self.held -= 1
+        node = self.owner[block]
+        if node is None:
+            self.shared -= left == 1
+            return
+        self.shared -= left == 2
+        if left == 1:
+            node.busy -= 1
+            if node.busy == 0:
+                self.idle[node] = None
+
+    @property
+    def available(self) -> int:
+        """Blocks that are free or evictable."""
+        return self.pool.free + len(self.idle) * self.blocks_per_node
+
+    # ---------------------------------------------------------------- the trie
+
+    def match(self, tokens: Sequence[int], salt: str, limit: int) -> list[Node]:
+        """The nodes that hold the longest known prefix of tokens[:limit], in whatever tier."""
+        node = self.roots.get(salt)
+        path: list[Node] = []
+        if node is None:
+            return path
+        step = self.tokens_per_node
+        for start in range(0, limit - step + 1, step):
+            node = node.children.get(tuple(tokens[start : start + step]))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def publish(self, parent: Node | None, salt: str, key: tuple[int, ...], blocks: Blocks) -> Node:
+        """Offer the KV of a run of tokens that a sequence has computed; returns the node that stands for it.
+
+        When another sequence published the same run before, its node keeps its blocks: adopt those.
+        """
+        if parent is None:
+            parent = self.roots.get(salt)
+            if parent is None:
+                parent = self.roots[salt] = Node((), None)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(key, parent)
+        if not node.blocks:
+            self.place(node, blocks)
+        return node
+
+    def place(self, node: Node, blocks: Blocks) -> None:
+        """These device blocks, which a sequence holds, are the node's from now on."""
+        node.blocks = blocks
+        node.busy = len(blocks)
+        for block in blocks:
+            self.pool.hold(block)
+            self.owner[block] = node
+
+    def _evict(self) -> None:
+        """Free the blocks of the node that was idle for longest; a lower tier may keep a copy."""
+        node, _ = self.idle.popitem(last=False)
+        self.tiers.keep(node)
+        self._unplace(node)
+        if not node.kept:
+            self.tiers.forget(node)
+
+    def _unplace(self, node: Node) -> None:
+        for block in node.blocks:
+            self.owner[block] = None
+            self.pool.drop(block)
+        node.blocks = ()
+
+    def reset(self) -> None:
+        """Forget every prefix that no sequence, running or swapped out, relies on."""
+        while self.idle:
+            node, _ = self.idle.popitem(last=False)
+            self._unplace(node)
+            self.tiers.forget_copies(node)
+            if not node.kept:
+                self.tiers.forget(node)
+        for node in self.tiers.idle_nodes():
+            self.tiers.forget_copies(node)
+            if not node.kept and node.parent is not None and node.parent.children.get(node.key) is node:
+                self.tiers.forget(node)
+        self.roots = {salt: root for salt, root in self.roots.items() if root.children}
