@@ -16,7 +16,7 @@ from server.settings import ApiKey, ServerSettings
 
 logger = logging.getLogger("octavo.http")
 
-_OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"})
+_OPEN_ROUTES = frozenset({"/", "/health", "/health/live", "/health/ready"})  # the page holds nothing but code
 _LABEL = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
@@ -73,7 +73,8 @@ class Gate:
 
     def _admit(self, scope: Scope, headers: dict[bytes, str], exchange: Exchange) -> None:
         path = scope["path"]
-        if path not in self._open and scope["method"] != "OPTIONS":
+        is_open = path in self._open or path.startswith("/static/")
+        if not is_open and scope["method"] != "OPTIONS":
             x_api_key = headers.get(b"x-api-key") if path.startswith("/v1/messages") else None
             exchange.key = self._ring.authenticate(headers.get(b"authorization"), x_api_key)
         length = headers.get(b"content-length", "0")

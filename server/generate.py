@@ -25,6 +25,7 @@ from engine.text.tokenizer import Tokenizer
 from server.errors import DeadlineExceeded
 from server.metrics import Metrics, RequestRecord
 
+REFUSALS = (InvalidRequest, Overloaded, EngineDead)  # before the first token: it never ran
 LOWEST_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON has no word for
 
 
@@ -76,6 +77,10 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -193,7 +198,7 @@ class Generation:
             first = await anext(self._deltas)
             if first.finish in (FinishReason.ERROR, FinishReason.ABORT) and not first.tokens:
                 raise _error_of(first)
-        except (InvalidRequest, Overloaded, EngineDead):
+        except REFUSALS:
             record.dismiss()
             raise
         except StopAsyncIteration:
@@ -307,11 +312,14 @@ async def start_all(generations: Sequence[Generation]) -> None:
     tasks = [asyncio.ensure_future(generation.start()) for generation in generations]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:
+    except BaseException as error:
         for task in tasks:
             task.cancel()
+        if isinstance(error, REFUSALS):
+            for generation in generations:
+                if generation.record is not None:
+                    generation.record.dismiss()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await close_all(generations)
         raise
 
 

@@ -58,6 +58,7 @@ class RequestRecord:
     def __init__(self, metrics: Metrics, prompt_tokens: int, choices: int, max_tokens: int) -> None:
         self._metrics = metrics
         self._open = True
+        self.counted = False
         self.arrival = time.monotonic()
         self._first = 0.0
         self._last = [0.0] * choices
@@ -93,6 +94,7 @@ class RequestRecord:
         if not self._open:
             return
         self._open = False
+        self.counted = True
         metrics = self._metrics
         metrics.in_flight -= 1
         metrics.finished[reason] += 1
@@ -114,10 +116,6 @@ class RequestRecord:
         if self._open:
             self._open = False
             self._metrics.in_flight -= 1
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
 
 
 class _Page:

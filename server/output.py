@@ -6,9 +6,13 @@ them on their wires.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
+
+from engine.api import Grammar
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
@@ -44,3 +48,13 @@ class PlainParser:
 
     def finish(self) -> list[OutputDelta]:
         return []
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """What tools, tool_choice and the reasoning family make of a chat: the prompt's tools, a constraint, a parser."""
+
+    tools: list[dict[str, Any]] | None = None  # for the chat template, in OpenAI's form
+    grammar: Grammar | None = None  # enforces required and named calls
+    parser: Callable[[], OutputParser] = PlainParser  # a new one for each choice
+    named: bool = False  # one function was asked for by name: the answer then ends with "stop", as the hosted API's

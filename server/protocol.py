@@ -14,8 +14,7 @@ import msgspec
 from engine.errors import InvalidRequest
 
 # Fields of other servers that change what comes out and that are not built here.
-REFUSED = frozenset(
-    """
+_REFUSED = """
     custom_logit_processor custom_params documents dry_allowed_length dry_base dry_multiplier dry_penalty_last_n
     dry_sequence_breakers dynatemp_exponent dynatemp_range ebnf grammar hidden_states id_slot json_schema
     kv_transfer_params logits_processors logprob_token_ids lora_path media_io_kwargs min_new_tokens mirostat
@@ -23,16 +22,15 @@ REFUSED = frozenset(
     prompt_embeds regex repetition_detection return_hidden_states return_progress samplers stop_regex
     stream_interval t_max_predict_ms thinking_token_budget timings_per_token typical_p vllm_xargs xtc_probability
     xtc_threshold
-    """.split()
-)
+"""
+REFUSED = frozenset(_REFUSED.split())
 
 # Fields of the hosted API that have no meaning on one's own machine: accepted, without effect, and reported so.
-HOSTED_ONLY = frozenset(
-    """
+_HOSTED_ONLY = """
     moderation prediction prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
     service_tier store user verbosity web_search_options metadata modalities audio
-    """.split()
-)
+"""
+HOSTED_ONLY = frozenset(_HOSTED_ONLY.split())
 
 
 class _Form(msgspec.Struct):

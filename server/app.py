@@ -1,0 +1,126 @@
+"""The application: routes, what every request passes, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from engine.client import EngineClient
+from engine.text.chat import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from server import chat, completions, protocol, status, tokens
+from server.errors import HTTPError
+from server.gate import Gate
+from server.openapi import document
+from server.service import Service
+from server.settings import ServerSettings
+
+STATIC = Path(__file__).parent / "static"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One operation. `body` is the wire type of its request."""
+
+    method: str
+    path: str
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    streams: bool = False
+
+
+ROUTES = (
+    Route("GET", "/v1/models", status.list_models),
+    Route("GET", "/v1/models/{model:path}", status.get_model),
+    Route("POST", "/v1/chat/completions", chat.chat_completions, protocol.ChatRequest, streams=True),
+    Route("POST", "/v1/completions", completions.completions, protocol.CompletionRequest, streams=True),
+    Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest),
+    Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest),
+    Route("GET", "/health", status.health),
+    Route("GET", "/health/live", status.health_live),
+    Route("GET", "/health/ready", status.health_ready),
+    Route("GET", "/version", status.version),
+    Route("GET", "/metrics", status.metrics),
+    Route("GET", "/debug/kv", status.debug_kv),
+    Route("GET", "/debug/requests", status.debug_requests),
+    Route("GET", "/debug/requests/{id}", status.debug_request),
+)
+
+
+def create_app(
+    client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings, template: ChatTemplate | None = None
+) -> FastAPI:
+    """The ASGI application over `client`, whose life (start, drain, close) is the caller's.
+
+    `template` takes the place of the chat template that came with the tokenizer.
+    """
+    service = Service(client, tokenizer, template or ChatTemplate.of(tokenizer), settings, _version())
+    app = FastAPI(
+        title="Octavo",
+        version=service.version,
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        root_path=settings.root_path,
+    )
+    app.state.service = service
+    for route in ROUTES:
+        app.add_api_route(route.path, route.handler, methods=[route.method], response_model=None)
+    _add_page(app)
+    app.openapi = lambda: document(ROUTES, service.version)  # type: ignore[method-assign]
+    app.add_exception_handler(HTTPException, _framework_error)
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    return app
+
+
+def _version() -> str:
+    try:
+        return package_version("octavo")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and wrong methods go the way of all errors: to the gate's one table."""
+    if not isinstance(error, HTTPException):
+        raise error
+    message = {
+        404: f"there is no route {request.method} {request.url.path[:200]}",
+        405: f"{request.method[:20]} is not allowed on {request.url.path[:200]}",
+    }.get(error.status_code, str(error.detail))
+    raise HTTPError(error.status_code, message, headers=dict(error.headers or {}))
+
+
+def _add_page(app: FastAPI) -> None:
+    """The page at `/` and its files, where the package has them."""
+    index = STATIC / "index.html"
+    if not index.is_file():
+        return
+
+    async def page(request: Request) -> Any:
+        return FileResponse(index)
+
+    app.add_api_route("/", page, methods=["GET"], response_model=None, include_in_schema=False)
+    app.mount("/static", StaticFiles(directory=STATIC))

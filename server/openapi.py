@@ -1,0 +1,83 @@
+"""The OpenAPI document, made of the same wire types that check the requests."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from server.app import Route
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_GENERATING = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
+
+
+def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of `routes`."""
+    routes = list(routes)
+    kinds = [route.body for route in routes if route.body is not None]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        body = None if route.body is None else schema_of[route.body]
+        path = route.path.replace(":path", "")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, body)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Octavo", "version": version, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(route: Route, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    doc = inspect.getdoc(route.handler) or ""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if route.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if path == "/metrics":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__,
+        "summary": doc.splitlines()[0] if doc else "",
+        "description": doc,
+        "responses": {"200": {"description": "The answer.", "content": content}} | _errors(route, path),
+    }
+    if "{" in path:
+        name = path[path.index("{") + 1 : path.index("}")]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return operation
+
+
+def _errors(route: Route, path: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    if path.startswith("/health"):
+        return {"503": {"description": "Not now.", "content": {"application/json": {"schema": {"type": "object"}}}}}
+    codes = _GENERATING if route.method == "POST" else ("400", "401", "404", "500", "503")
+    return {code: {"description": "The request was not served.", "content": error} for code in codes}
