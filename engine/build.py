@@ -33,6 +33,7 @@ AUTO_KV_BYTES = GIB  # enough for some 45,000 tokens of the default model, and a
 AUTO_KV_SHARE = 0.4  # of the free memory, when one context alone needs more than AUTO_KV_BYTES
 AUTO_SWAP_SHARE = 0.1  # of the free memory, and at most half of the pool
 AUTO_BATCHED_TOKENS = 512
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,8 @@ def build(config: EngineConfig) -> Engine:
         executor,
         geometry,
         core_settings(config, choice.settings),
-        tokenizer.eos_token_ids,
+        frozenset(tokenizer.eos_token_ids),
         GrammarCompiler(tokenizer.backend.to_str(), tokenizer.eos_token_ids, geometry.vocab_size),
-        time.time,
     )
     loaded_s = time.perf_counter() - began
     return Engine(core, describe(config, path, spec, choice, geometry, loaded_s))
@@ -194,9 +194,7 @@ def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
 
 def kv_bytes_per_token(spec: DecoderSpec, kv_dtype: str) -> int:
     """K and V of one token over all layers, without scales and padding."""
-    from engine.worker.settings import KV_ELEMENT_BYTES
-
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * KV_ELEMENT_BYTES[kv_dtype]
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * ELEMENT_BYTES[kv_dtype]
 
 
 def kv_budget(config: EngineConfig, spec: DecoderSpec, kv_dtype: str, context: int, free: int) -> int:
@@ -244,7 +242,7 @@ def describe(
         f"compute  {backend}, {s.threads} threads, {s.dtype}, quantization {s.quantization} ({choice.why})",
         f"memory   {geometry.num_blocks} KV blocks of {geometry.block_size} tokens = {tokens} tokens, "
         f"{pool_bytes / GIB:.2f} GiB {s.kv_dtype} ({why}){tiers}",
-        f"schedule up to {s.max_num_seqs} sequences and {s.max_batched_tokens} tokens a step; loaded in {loaded_s:.1f} s",
+        f"schedule {s.max_num_seqs} sequences and {s.max_batched_tokens} tokens a step; loaded in {loaded_s:.1f} s",
     )
     return Ready(
         pid=os.getpid(),

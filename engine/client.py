@@ -107,7 +107,6 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._on_dead = on_dead
         self._live: dict[str, Live] = {}
-        self._open = 0  # choices of live requests without a terminal delta
         self._rate = DrainRate()
         self._questions: dict[int, asyncio.Future[Snapshot]] = {}
         self._tokens = itertools.count()
@@ -196,7 +195,8 @@ class Supervisor:
             identity = suspect.request.id
             log.error("request %s ended the engine again while it ran alone (%s); it is given up", identity, reason)
             text = f"request {identity} ended the engine {suspect.deaths} times ({reason}) and was given up"
-            self._finish(suspect, suspect.end(FinishReason.ERROR, error=text, kind="failed"))
+            suspect.end(FinishReason.ERROR, error=text, kind="failed")
+            self._finish(suspect)
 
     def _give_up(self, reason: str) -> None:
         self._dead = reason
@@ -207,7 +207,6 @@ class Supervisor:
         for live in list(self._live.values()):
             live.fail(EngineDead(f"the engine is gone: {reason}"))
         self._live.clear()
-        self._open = 0
         self._changed.set()
         if self._on_dead:
             self._on_dead(reason)
@@ -274,7 +273,7 @@ class Supervisor:
             live = self._live.get(delta.id)
             if live and live.put(delta):
                 if delta.finish is not None:
-                    self._finish(live, 1)
+                    self._finish(live)
                 if delta.tokens or delta.finish is not None:
                     self._fruitless = 0
         alone = self._alone
@@ -283,17 +282,17 @@ class Supervisor:
             self._alone = None
             self._pump()
 
-    def _finish(self, live: Live, ended: int) -> None:
-        """Account for choices of `live` that have just ended."""
-        self._open -= ended
-        self._rate.add(ended)
-        if not live.open:
-            self._live.pop(live.request.id, None)
-            if live is self._alone:
-                self._alone = None
-                self._pump()
-            if not self._live:
-                self._changed.set()
+    def _finish(self, live: Live) -> None:
+        """A choice of `live` has just ended; forget the request when it was the last."""
+        if live.open:
+            return
+        self._live.pop(live.request.id, None)
+        self._rate.add(1)
+        if live is self._alone:
+            self._alone = None
+            self._pump()
+        if not self._live:
+            self._changed.set()
 
     def _pump(self) -> None:
         """Hand over what the engine doesn't have yet: a suspect alone, or everyone."""
@@ -331,7 +330,6 @@ class Supervisor:
             )
         live = Live(request)
         self._admit()
-        self._open += live.open
         self._live[request.id] = live
         self._changed.clear()
         if not any(other.sent for other in self._live.values()):
@@ -345,8 +343,8 @@ class Supervisor:
         """Raise Overloaded when the waiting queue is full."""
         schedule = self._config.schedule
         running = self._stats.running if self._stats.waiting else schedule.max_num_seqs
-        waiting = self._open - running
-        if self._open and waiting >= schedule.max_waiting:
+        waiting = len(self._live) - running
+        if self._live and waiting >= schedule.max_waiting:
             raise Overloaded(
                 f"{waiting} requests are waiting, at most {schedule.max_waiting} may (--max-waiting); try again later",
                 retry_after_s=self._rate.retry_after_s(waiting),
@@ -360,7 +358,7 @@ class Supervisor:
         if ended and live.sent and self._up and self._handle:
             self._handle.send(Abort(request_id, choice))
         if ended:
-            self._finish(live, ended)
+            self._finish(live)
 
     @property
     def ready(self) -> Ready:

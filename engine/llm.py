@@ -103,11 +103,12 @@ class LLM:
     ) -> Iterator[str]:
         """The text of the first choice, piece by piece. Leaving the loop early aborts the request."""
         run = self._run(prompt, params or SamplingParams(), stop)
-        self._core.add(run.request)
+        own = {run.request.id: run}
         shown = 0
         try:
+            self._core.add(run.request)
             while not run.done:
-                self._step({run.request.id: run})
+                self._step(own)
                 text = run.answer.choices[0].text
                 if len(text) > shown:
                     yield text[shown:]

@@ -30,6 +30,7 @@ from engine.api import (
     Control,
     Delta,
     Failed,
+    FinishReason,
     FromEngine,
     Inspect,
     Ready,
@@ -105,20 +106,16 @@ def run(engine: Engine, receive: Receive, send: Callable[[FromEngine], None]) ->
     try:
         sent_at = 0.0
         while True:
-            busy = core.has_work()
-            messages = receive(0.0 if busy else None)
+            messages = receive(0.0 if core.has_work() else None)
             for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 handle(core, message, send)
-            if core.has_work():
-                out = core.step()
-                now = time.monotonic()
-                if out.deltas or not core.has_work() or now - sent_at > HEARTBEAT_S:
-                    send(out)
-                    sent_at = now
-            elif messages:
-                send(StepOut((), core.stats()))
+            out = core.step() if core.has_work() else StepOut((), core.stats())
+            now = time.monotonic()
+            if out.deltas or not core.has_work() or now - sent_at > HEARTBEAT_S:
+                send(out)
+                sent_at = now
     finally:
         core.close()
 
@@ -135,9 +132,7 @@ def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) ->
                 send(Snapshot(message.token, msgspec.json.encode(core.inspect(message.what, message.id))))
             case Control():
                 send(Snapshot(message.token, msgspec.json.encode(core.control(message.command, message.argument))))
-            case Shutdown():
-                pass
-    except Exception as error:
+    except Exception as error:  # whatever a message does, it does to itself
         known = isinstance(error, OctavoError)
         if not known:
             log.exception("a message of kind %s failed", type(message).__name__)
@@ -150,8 +145,6 @@ def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) ->
 
 def refusal(request: AddRequest, text: str) -> tuple[Delta, ...]:
     """Terminal deltas of a request that the core wouldn't take."""
-    from engine.api import FinishReason
-
     n = 1 if request.pooling else max(request.params.n, 1)
     return tuple(Delta(request.id, i, (), finish=FinishReason.ERROR, error=text, error_kind="failed") for i in range(n))
 

@@ -171,7 +171,7 @@ class Stream(AsyncIterator[Delta]):
 
 
 class DrainRate:
-    """How many choices ended a second, over the last half minute."""
+    """How many requests ended a second, over the last half minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

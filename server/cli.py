@@ -1,0 +1,253 @@
+"""`octavo`: the command line. What a command needs is imported when it runs, so that help and errors are instant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+from engine import config
+from engine.errors import ConfigError, OctavoError
+
+EPILOG = """\
+examples:
+  octavo serve                          serve the default model on http://127.0.0.1:8000
+  octavo serve ./model --port 9000      serve a model directory or GGUF file
+  octavo chat                           talk to the default model in the terminal
+  octavo bench serve --help             measure a running server
+  octavo doctor                         what this machine can do, and what would be chosen
+"""
+SERVE_EPILOG = """\
+examples:
+  octavo serve ./Llama-3.2-1B --max-model-len 8192 --kv-memory 4GiB
+  octavo serve --config configs/throughput.toml --port 9000
+  OCTAVO_PORT=9000 octavo serve         every flag is also OCTAVO_NAME and a key of the TOML file
+all flags: octavo serve --help-all
+"""
+BENCHES = ("serve", "steps", "kernels", "paper", "gpu")
+ALL_GROUPS = tuple(config.GROUPS)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, with the nearest flag where one was mistyped."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", Formatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what isn't known."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise ConfigError(self._unknown(unknown[0], found))
+        return found
+
+    def _unknown(self, given: str, found: argparse.Namespace) -> str:
+        parser = getattr(found, "parser", self)
+        name = given.split("=", 1)[0]
+        if not name.startswith("-"):
+            return f"{name}: not understood here (see {parser.prog} --help)"
+        flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+        near = difflib.get_close_matches(name, flags, 1, 0.5)
+        return f"{name}: no such flag" + (f"; did you mean {near[0]}?" if near else f" (see {parser.prog} --help)")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the examples as they are and gives flags room."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=min(_width(), 120))
+
+
+class HelpAll(argparse.Action):
+    """`--help-all`: the help with every flag in it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        everything = Parser(prog=parser.prog, description=parser.description, epilog=parser.epilog)
+        config.add_options(everything, ALL_GROUPS, everything=True)
+        everything.print_help()
+        parser.exit(0)
+
+
+def _width() -> int:
+    try:
+        return os.get_terminal_size().columns
+    except OSError:
+        return 100
+
+
+def parser() -> Parser:
+    """The whole grammar of the command line."""
+    top = Parser(prog="octavo", description="Serve language models over an OpenAI-compatible API.", epilog=EPILOG)
+    top.add_argument("--version", action="version", version=f"octavo {program_version()}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, **kwargs: Any) -> Parser:
+        sub = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".", **kwargs)
+        sub.set_defaults(run=run, parser=sub)
+        return sub
+
+    serve = command(
+        "serve", run_serve, "serve a model over HTTP", epilog=SERVE_EPILOG, usage="octavo serve [MODEL] [FLAGS]"
+    )
+    config.add_options(serve, ALL_GROUPS, everything=False)
+    _help_all(serve)
+
+    pull = command("pull", run_pull, "fetch a model, convert it if need be, and say where it is")
+    pull.add_argument("model", nargs="?", default="smollm2", help="name, path or hub id [smollm2]")
+    pull.add_argument("--revision", default="", metavar="REV", help="branch, tag or commit of a hub model")
+
+    chat = command("chat", run_chat, "talk to a model in the terminal, in this process or on a server")
+    chat.add_argument("--url", default="", help="a server to talk to, e.g. http://127.0.0.1:8000")
+    chat.add_argument("--api-key", dest="client_key", default="", metavar="KEY", help="the key that the server wants")
+    chat.add_argument("--system", default="", metavar="TEXT", help="system message")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="N", help="0 = always the likeliest [0.7]")
+    chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="length of an answer at most [512]")
+    config.add_options(chat, config.ENGINE_GROUPS, everything=False)
+
+    settings = command("config", run_config, "show the resolved settings and where each comes from")
+    settings.add_argument("action", choices=("show",), help="show")
+    settings.add_argument("--json", action="store_true", help="as JSON")
+    config.add_options(settings, ALL_GROUPS, everything=False)
+    _help_all(settings)
+
+    doctor = command("doctor", run_doctor, "say what this machine can do, and what would be chosen and why")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    config.add_options(doctor, config.ENGINE_GROUPS, everything=False)
+
+    bench = command("bench", run_module, "measure a server, steps, kernels (octavo bench NAME --help)", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    plan = command("plan", run_module, "plan capacity with the real scheduler on a virtual clock", add_help=False)
+    plan.add_argument("rest", nargs=argparse.REMAINDER)
+
+    completion = command("completion", run_completion, "print a completion script for your shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return top
+
+
+def _help_all(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--help-all", action=HelpAll, nargs=0, help="show every flag")
+
+
+def program_version() -> str:
+    """The installed version; a source tree that isn't installed has none."""
+    try:
+        return version("octavo")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from server.serve import serve
+
+    return serve(config.load(args, os.environ), program_version())
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    from engine.build import find_model
+
+    print(find_model(config.EngineConfig.of(args.model, revision=args.revision), progress=True))
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    from server.chat_terminal import chat_with_model, chat_with_server
+
+    if args.url:
+        return chat_with_server(args)
+    return chat_with_model(args, config.load(args, os.environ).engine)
+
+
+def run_config(args: argparse.Namespace) -> int:
+    settings = config.load(args, os.environ)
+    rows = {
+        name: {"value": _shown(option, settings.value(name)), "source": settings.sources[name], "group": option.group}
+        for name, option in config.OPTIONS.items()
+    }
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    group = ""
+    for name, row in rows.items():
+        if row["group"] != group:
+            group = row["group"]
+            print(f"[{group}]")
+        key = name.replace("_", "-")
+        if row["value"] is None or config.OPTIONS[name].secret:
+            print(f"# {key}: {'not set' if not row['value'] else 'set, and not shown'} ({row['source']})")
+        else:
+            print(f"{key} = {json.dumps(row['value'], ensure_ascii=False)}  # {row['source']}")
+    return 0
+
+
+def _shown(option: config.Option, value: Any) -> Any:
+    if option.secret:
+        return ["***"] * len(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from engine.build import examine
+
+    findings = examine(config.load(args, os.environ).engine)
+    if args.json:
+        print(json.dumps(dict(findings), indent=2))
+    else:
+        width = max(len(name) for name, _ in findings)
+        for name, text in findings:
+            print(f"{name:<{width}}  {text}")
+    return 0
+
+
+def run_module(args: argparse.Namespace) -> int:
+    """`octavo bench NAME ...` and `octavo plan ...`: modules with `add_arguments(parser)` and `main(args)`."""
+    command = args.parser.prog.split()[-1]
+    rest = [a for a in args.rest if a != "--"] if command == "bench" else args.rest
+    if command == "bench":
+        if not rest or rest[0] in ("-h", "--help"):
+            print(f"usage: octavo bench {{{','.join(BENCHES)}}} ...\n\nEach has its own --help.")
+            return 0 if rest else 2
+        if rest[0] not in BENCHES:
+            near = difflib.get_close_matches(rest[0], BENCHES, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"octavo bench {rest[0]}: there is {', '.join(BENCHES)}{hint}")
+        name, rest = f"server.bench.{rest[0]}", rest[1:]
+        command = f"bench {args.rest[0]}"
+    else:
+        name = "server.plan"
+    module = importlib.import_module(name)
+    sub = Parser(prog=f"octavo {command}", description=(module.__doc__ or "").split("\n\n")[0])
+    module.add_arguments(sub)
+    return int(module.main(sub.parse_args(rest)))
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    from server.completion import script
+
+    print(script(args.shell, parser()))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. What the user can put right is one line on stderr and exit code 2."""
+    try:
+        args = parser().parse_args(argv)
+        return int(args.run(args))
+    except OctavoError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
