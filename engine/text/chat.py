@@ -141,8 +141,8 @@ class ChatTemplate:
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: text parts joined, absent fields left out, call arguments as objects."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content", "")
+    plain = {key: value for key, value in message.items() if value is not None or key == "content"}
+    content = plain.get("content") or ""
     if isinstance(content, (list, tuple)):
         content = "\n".join(str(part.get("text", part.get("refusal", ""))) for part in content)
     plain["content"] = content

@@ -153,11 +153,12 @@ class Tokenizer:
         chat holds these already. Raises InvalidRequest for text that is no valid Unicode (unpaired surrogates).
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"the text has an unpaired surrogate at character {error.start}; it can't be encoded as UTF-8"
             ) from error
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
