@@ -182,7 +182,7 @@ def add_request(
     check_token_ids(prompt_field, prompt, limits.vocab_size)
     context = limits.max_model_len
     room = context - len(prompt)
-    if room < (0 if params.max_tokens == 0 else 1):
+    if room < 1:
         raise InvalidRequest(
             f"{prompt_field} has {len(prompt)} tokens; the context has room for {context} with the answer",
             param=prompt_field,

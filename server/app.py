@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +60,10 @@ ROUTES = (
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings, template: ChatTemplate | None = None
+    client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate, settings: ServerSettings, version: str
 ) -> FastAPI:
-    """The ASGI application over `client`, whose life (start, drain, close) is the caller's.
-
-    `template` takes the place of the chat template that came with the tokenizer.
-    """
-    service = Service(client, tokenizer, template or ChatTemplate.of(tokenizer), settings, _version())
+    """The ASGI application over `client`, whose life (start, drain, close) is the caller's."""
+    service = Service(client, tokenizer, template, settings, version)
     app = FastAPI(
         title="Octavo",
         version=service.version,
@@ -93,13 +88,6 @@ def create_app(
             expose_headers=["*"],
         )
     return app
-
-
-def _version() -> str:
-    try:
-        return package_version("octavo")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
