@@ -216,7 +216,7 @@ def _qwen3_moe(config: Config) -> Fields:
 
     return fields | {
         "family": "qwen3_moe",
-        "num_experts": config["num_experts"],
+        "num_experts": config.get("num_experts") or config["num_local_experts"],
         "experts_per_token": config["num_experts_per_tok"],
         "moe_intermediate_size": config["moe_intermediate_size"],
         "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
