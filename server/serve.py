@@ -16,16 +16,18 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
 
+from engine.api import Ready
 from engine.build import find_model
 from engine.client import ProcessClient
 from engine.config import Settings, memory
-from engine.errors import ConfigError, EngineDead
+from engine.errors import ConfigError, OctavoError
 from server.settings import ApiKey, ServerSettings
 
 if TYPE_CHECKING:
@@ -92,9 +94,6 @@ class Daemon:
             on_dead=self._dead,
             log_level=own.log_level,
         )
-        # The client has its keeper thread by now, which starts engines at the priority that we had.
-        with contextlib.suppress(OSError):
-            os.nice(NICE)
 
     async def run(self) -> int:
         """Serve until a signal or the end of the engine; the exit code. Raises ConfigError."""
@@ -114,18 +113,26 @@ class Daemon:
 
     async def _open(self) -> None:
         """Load the model and open the door. What can't be served ends the server."""
+        loop = asyncio.get_running_loop()
+        starting: asyncio.Future[Ready] | None = None
         try:
-            path = await asyncio.to_thread(find_model, self._settings.engine, progress=True)
-            starting = asyncio.ensure_future(self._client.start())
-            try:
-                self._door.app = await asyncio.to_thread(self._application, path)
-                ready = await starting
-            finally:
+            with ThreadPoolExecutor(1, thread_name_prefix="opening") as helper:
+                path = await loop.run_in_executor(helper, lambda: find_model(self._settings.engine, progress=True))
+                starting = loop.create_task(self._client.start())
+                self._door.app = await loop.run_in_executor(helper, self._application, path)
+            ready = await starting
+        except Exception as error:
+            if not isinstance(error, OctavoError):
+                log.exception("the server can't start")
+            self._failure = ConfigError(str(error) or type(error).__name__)
+            if starting:
                 starting.cancel()
-        except (ConfigError, EngineDead) as error:
-            self._failure = ConfigError(str(error))
             self._http.should_exit = True
             return
+        # From here on below the engine. Its keeper thread goes on at the priority that we had, so that a restarted
+        # engine has it too; threads that are made later are below like this one.
+        with contextlib.suppress(OSError):
+            os.nice(NICE)
         gc.collect()
         gc.freeze()
         for note in ready.notes:
