@@ -59,19 +59,28 @@ def compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def fingerprint(cxx: str | None = None) -> str:
-    """Hash of sources, flags and compiler version: what decides whether a built library is up to date."""
+def fingerprint() -> str:
+    """Hash of sources and flags: what decides whether a built library is up to date."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(repr((instruction_sets(), FLAGS)).encode())
-    digest.update(_run([cxx or compiler(), "--version"]).encode())
     return digest.hexdigest()[:16]
 
 
+def compiler_version(cxx: str | None = None) -> str:
+    """First line of `g++ --version`. Raises BuildError when there is no compiler."""
+    return _run([cxx or compiler(), "--version"]).splitlines()[0]
+
+
 def build(out: Path, *, cxx: str | None = None, machine: str | None = None, jobs: int | None = None) -> None:
-    """Build the library at `out` (replaced as a whole when it is done). Raises BuildError."""
+    """Build the library at `out`, replaced as a whole when it is done, and its fingerprint beside it.
+
+    Raises BuildError.
+    """
     cxx = cxx or compiler()
+    printed = fingerprint()
     sets = instruction_sets(machine)
     with tempfile.TemporaryDirectory() as tmp:
         # The linker sees the neutral objects first, then the sets from the lowest up.
@@ -94,6 +103,11 @@ def build(out: Path, *, cxx: str | None = None, machine: str | None = None, jobs
         part.write_bytes(Path(linked).read_bytes())
         part.chmod(0o755)
         part.replace(out)
+        fingerprint_file(out).write_text(printed)
+
+
+def fingerprint_file(library: Path) -> Path:
+    return library.with_suffix(".fingerprint")
 
 
 def _run(command: list[str]) -> str:

@@ -8,6 +8,8 @@
 
 #include <string>
 
+#include <atomic>
+
 #include "model.h"
 #include "threads.h"
 
@@ -33,6 +35,7 @@ const InstructionSet* const kSets[] = {OCT_SETS};
 
 const InstructionSet* current = nullptr;
 ThreadPool* process_pool = nullptr;
+std::atomic<int> live_models{0};
 thread_local std::string last_error;
 
 #if defined(__x86_64__)
@@ -93,7 +96,8 @@ OCT_API int oct_init(const char* isa, int threads) {
   for (const InstructionSet* set : kSets)
     if ((wanted.empty() || wanted == set->name) && runs_here(set->name)) chosen = set;
   if (!chosen) return fail("instruction set '%s' is not one of %s", wanted.c_str(), oct_isas());
-  if (process_pool && current != chosen) return fail("oct_init was called before with '%s'", current->name);
+  if (current && current != chosen && live_models > 0)
+    return fail("the instruction set can't change from '%s' while models are loaded", current->name);
   current = chosen;
   if (threads == 0) {
     cpu_set_t cores;
@@ -160,9 +164,16 @@ OCT_API int oct_sample(const oct_sampling* s) {
   return current->sample(s);
 }
 
+OCT_API oct_model* oct_model_new(const oct_spec* spec) {
+  oct_model* m = new_model(spec);
+  if (m) live_models++;
+  return m;
+}
+
 OCT_API void oct_model_free(oct_model* m) {
   if (!m) return;
   if (m->model.step_state) current->free_state(m->model.step_state);
   for (auto& chunk : m->model.chunks) oct_free(chunk.data, chunk.bytes);
   delete m;
+  live_models--;
 }

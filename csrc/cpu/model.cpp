@@ -278,11 +278,7 @@ int bind(Model& m, bool from_image) {
   return 0;
 }
 
-}  // namespace octavo
-
-using namespace octavo;
-
-OCT_API oct_model* oct_model_new(const oct_spec* spec) {
+oct_model* new_model(const oct_spec* spec) {
   const oct_spec& s = *spec;
   if (s.vocab < 1 || s.hidden < 1 || s.layers < 1 || s.heads < 1 || s.kv_heads < 1 || s.head_size < 1 ||
       s.heads % s.kv_heads || s.head_size % 2 || s.rotary_dim > s.head_size || s.rotary_dim % 2) {
@@ -318,6 +314,10 @@ OCT_API oct_model* oct_model_new(const oct_spec* spec) {
   m.spec.layer_moe = m.layer_moe.data();
   return model;
 }
+
+}  // namespace octavo
+
+using namespace octavo;
 
 OCT_API int oct_model_set(oct_model* m, const char* name, const void* data, int dtype, int64_t rows, int64_t cols,
                           int quant) {

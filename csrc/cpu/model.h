@@ -88,6 +88,8 @@ struct InstructionSet {
   int (*sample)(const oct_sampling*);
 };
 
+oct_model* new_model(const oct_spec* spec);  // model.cpp
+
 class ThreadPool;
 ThreadPool& pool();  // of the process, made by oct_init
 
