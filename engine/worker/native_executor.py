@@ -1,0 +1,231 @@
+"""The CPU executor: numpy and the C++ kernels, no torch. One native call computes a step, one samples it.
+
+Both calls release the GIL, so the scheduler makes the next plan meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine import native
+from engine.core.plan import Geometry, Plan, Result
+from engine.errors import ConfigError
+from engine.model.spec import DecoderSpec
+from engine.model.weights import load_native
+from engine.worker.batch import Batch, Drawn, Draws, Float32
+from engine.worker.fingerprint import fingerprint
+from engine.worker.native_blocks import NativeBlocks
+from engine.worker.runner import Runner, StepThread
+from engine.worker.settings import ExecutorSettings, device_blocks
+from engine.worker.slots import Slots
+from engine.worker.storage import KVStorage
+from engine.worker.tiers import open_tiers
+
+log = logging.getLogger(__name__)
+
+
+class NativeCompute:
+    """Forward pass and sampling by the kernels. Buffers grow to the largest step and stay."""
+
+    def __init__(self, kernels: native.Kernels, model: native.Model, blocks: NativeBlocks, hidden_size: int) -> None:
+        self._kernels = kernels
+        self._model = model
+        self._blocks = blocks
+        self._hidden_size = hidden_size
+        self._logits = np.zeros((0, 0), np.float32)
+
+    def forward(self, batch: Batch, slots: Slots) -> Float32:
+        """See `Compute`."""
+        n_logits = len(batch.logit_rows)
+        if n_logits > len(self._logits):
+            self._logits = np.empty((n_logits, slots.vocab_size), np.float32)
+        hidden = np.empty((len(batch.hidden_rows), self._hidden_size), np.float32)
+        address = native.pointer
+        arguments = native.Batch(
+            n_rows=len(batch.tokens),
+            n_seqs=len(batch.pos_start),
+            tokens=address(batch.tokens),
+            q_start=address(batch.q_start),
+            pos_start=address(batch.pos_start),
+            tables=address(slots.tables),
+            table_stride=slots.tables.shape[1],
+            table_line=address(batch.slots),
+            n_logits=n_logits,
+            logit_rows=address(batch.logit_rows),
+            logits=address(self._logits),
+            n_hidden=len(batch.hidden_rows),
+            hidden_rows=address(batch.hidden_rows),
+            hidden=address(hidden),
+        )
+        self._model.step(self._blocks.kv, arguments)
+        return hidden
+
+    def sample(self, draws: Draws, slots: Slots) -> Drawn:
+        """See `Compute`."""
+        n, slot = len(draws.slot), draws.slot
+        width = max(0, int(draws.n_top.max())) if n else 0
+        drawn = Drawn(
+            np.empty(n, np.int32),
+            np.empty(n, np.float32),
+            np.empty(n, np.int32),
+            np.empty((n, width), np.int32),
+            np.empty((n, width), np.float32),
+        )
+        if not n:
+            return drawn
+        columns = {name: getattr(slots, name)[slot] for name in _PER_SLOT}
+        lists = _Pointers()
+        if draws.seen is not None:
+            lists.add("seen_ids", [None if s is None else s[0] for s in draws.seen], "n_seen")
+            lists.add("seen_counts", [None if s is None else s[1] for s in draws.seen])
+        if draws.bias is not None:
+            lists.add("bias_ids", [None if b is None else b[0] for b in draws.bias], "n_bias")
+            lists.add("bias_values", [None if b is None else b[1] for b in draws.bias])
+        if draws.masks is not None:
+            lists.add("masks", draws.masks)
+        arrays: dict[str, npt.NDArray[Any] | None] = {
+            **columns,
+            **lists.columns,
+            "position": draws.position,
+            "n_top": draws.n_top,
+            "forced": draws.forced,
+            "logits": self._logits,
+            "token": drawn.token,
+            "logprob": drawn.logprob,
+            "rank": drawn.rank,
+            "top_ids": drawn.top_ids,
+            "top_logprobs": drawn.top_logprobs,
+        }
+        addresses = {name: native.pointer(array) for name, array in arrays.items()}
+        self._kernels.sample(native.Sampling(n=n, vocab=slots.vocab_size, top_stride=width, **addresses))
+        return drawn
+
+
+_PER_SLOT = (
+    *("temperature", "top_p", "min_p", "top_k", "seed", "choice"),
+    *("repetition", "presence", "frequency"),
+)
+
+
+class _Pointers:
+    """Columns of addresses, one list of ids or words a draw; keeps what they point at alive."""
+
+    __slots__ = ("_kept", "columns")
+
+    def __init__(self) -> None:
+        self.columns: dict[str, npt.NDArray[Any]] = {}
+        self._kept: list[list[Any]] = []
+
+    def add(self, name: str, entries: list[Any], length: str = "") -> None:
+        self._kept.append(entries)
+        self.columns[name] = np.array([0 if e is None else e.ctypes.data for e in entries], np.uint64)
+        if length:
+            self.columns[length] = np.array([0 if e is None else len(e) for e in entries], np.int32)
+
+
+class NativeExecutor:
+    """Executes plans on the CPU. See `engine.core.plan.Executor`."""
+
+    def __init__(self, model_dir: str | Path, spec: DecoderSpec, settings: ExecutorSettings) -> None:
+        self._path = Path(model_dir)
+        self._spec = spec
+        self._settings = settings
+        self._model: native.Model | None = None
+        self._blocks: NativeBlocks | None = None
+        self._storage: KVStorage | None = None
+        self._thread: StepThread | None = None
+
+    def start(self) -> Geometry:
+        """Load the model, from its packed image when there is one, and make the storage. Raises ConfigError."""
+        spec, settings = self._spec, self._settings
+        kernels = native.load(settings.isa, settings.threads)
+        self._model = load_model(kernels, self._path, spec, settings)
+        self._blocks = self._make_blocks(kernels)
+        block_bytes = self._blocks.bytes_per_block
+        mark = fingerprint(
+            self._path, spec, kernels.isa, settings.dtype, settings.kv_dtype, settings.block_size, settings.quantization
+        )
+        host, disk = open_tiers(settings, block_bytes, mark)
+        self._storage = KVStorage(self._blocks, host, disk)
+        slots = Slots(settings, spec.vocab_size, self._blocks.num_blocks)
+        compute = NativeCompute(kernels, self._model, self._blocks, spec.hidden_size)
+        self._thread = StepThread(Runner(compute, slots, self._storage).run)
+        return Geometry(
+            num_blocks=device_blocks(settings, block_bytes),
+            block_size=settings.block_size,
+            host_blocks=len(host.blocks),
+            disk_blocks=disk.num_blocks if disk else 0,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            vocab_size=spec.vocab_size,
+            bytes_per_block=block_bytes,
+            hidden_size=spec.hidden_size,
+            disk_index=disk.index() if disk else (),
+        )
+
+    def _make_blocks(self, kernels: native.Kernels) -> NativeBlocks:
+        """Paged: as many blocks as the budget holds. Virtual: addresses for every slot's longest sequence."""
+        spec, settings = self._spec, self._settings
+        dtype = native.DTYPES[settings.kv_dtype]
+        block_bytes = kernels.kv_block_bytes(spec, settings.block_size, dtype)
+        blocks, pages = device_blocks(settings, block_bytes), 0
+        if settings.kv_manager == "virtual":
+            pages = -(-settings.max_model_len // settings.block_size)
+            blocks = settings.max_num_seqs * pages
+        return NativeBlocks(blocks, block_bytes, settings.block_size, dtype, pages_per_slot=pages)
+
+    def submit(self, plan: Plan) -> None:
+        """See `Executor`."""
+        assert self._thread is not None, "start() comes first"
+        self._thread.submit(plan)
+
+    def collect(self) -> Result:
+        """See `Executor`."""
+        assert self._thread is not None, "start() comes first"
+        return self._thread.collect()
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if self._thread is not None:
+            self._thread.close()
+        for part in (self._storage, self._blocks, self._model):
+            if part is not None:
+                part.close()
+
+
+def load_model(kernels: native.Kernels, path: Path, spec: DecoderSpec, settings: ExecutorSettings) -> native.Model:
+    """The packed model: from the image beside it when that is of these very files, else packed now and kept."""
+    if settings.dtype == "float16":
+        raise ConfigError("the CPU kernels compute in bfloat16 or float32, not float16; choose one of them")
+    model = native.Model(kernels, spec, settings.dtype)
+    image = image_path(path, kernels.isa, settings)
+    key = fingerprint(path, spec, kernels.isa, settings.dtype, settings.quantization)
+    if settings.image_cache and image.exists():
+        try:
+            model.load_image(image, key)
+            return model
+        except ConfigError as error:
+            log.info("packing the weights again: %s", error)
+            model.close()
+            model = native.Model(kernels, spec, settings.dtype)
+    load_native(spec, path, model, quantization=settings.quantization, dtype=settings.dtype)
+    model.finish()
+    if settings.image_cache:
+        try:
+            image.parent.mkdir(exist_ok=True)
+            model.save_image(image, key)
+        except (OSError, ConfigError) as error:
+            log.warning("the packed weights can't be kept for the next start: %s", error)
+    return model
+
+
+def image_path(path: Path, isa: str, settings: ExecutorSettings) -> Path:
+    """Where the packed weights of a choice are kept: in `.octavo` beside the model."""
+    directory = path.parent if path.is_file() else path
+    name = f"{path.stem}-" if path.is_file() else ""
+    return directory / ".octavo" / f"{name}{isa}-{settings.dtype}-{settings.quantization}.packed"
