@@ -147,14 +147,20 @@ def load(isa: str = "", threads: int = 0) -> Kernels:
 
     Raises ConfigError when there is neither a library nor a compiler, or the machine lacks the set.
     """
-    kernels = Kernels(_library())
+    kernels = Kernels(library())
     if kernels.c.oct_init(isa.encode() or None, threads) < 0:
         raise ConfigError(kernels.error())
     return kernels
 
 
+def isa() -> str:
+    """The instruction set in use, "" before `load`."""
+    return str(library().oct_isa().decode())
+
+
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The loaded library, its functions declared. Raises ConfigError when there is none and none can be built."""
     path = library_path()
     try:
         library = ctypes.CDLL(str(path))
