@@ -47,6 +47,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             self._kv, self._costs, geometry, settings, eos_token_ids, constraints, proposer, clock
         )
+        self._ledger = self._scheduler.ledger
         self._flights: deque[Plan] = deque()
         self._steps = self._step_tokens = 0
         self._step_s = self._schedule_s = self._sample_s = 0.0
@@ -62,7 +63,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Is any request alive, any step in flight, any delta not yet given out?"""
-        return bool(self._scheduler.requests or self._flights or self._scheduler.deltas)
+        return bool(self._ledger.requests or self._flights or self._ledger.deltas)
 
     def step(self) -> StepOut:
         """Plan a step, start it, take the oldest result.
@@ -90,9 +91,9 @@ class EngineCore:
             took = time.perf_counter() - began
             self._step_s += took
             self._schedule_s += took - waited
-        elif not self._scheduler.deltas:
+        elif not self._ledger.deltas:
             time.sleep(IDLE_S)
-        return StepOut(tuple(self._scheduler.take_deltas()), self.stats())
+        return StepOut(tuple(self._ledger.take_deltas()), self.stats())
 
     def _finish(self, plan: Plan, result: Result) -> None:
         self._scheduler.update(plan, result)
@@ -133,19 +134,19 @@ class EngineCore:
         """A JSON-able snapshot: "kv" (every block), "requests" (all, and those that ended lately), "request"."""
         match what:
             case "kv":
-                return inspect.memory(self._kv, self.geometry, self._scheduler)
+                return inspect.memory(self._kv, self.geometry, self._ledger)
             case "requests":
-                return inspect.requests(self._scheduler, self._clock())
+                return inspect.requests(self._ledger, self._clock())
             case _:
-                return inspect.request(self._scheduler, request_id, self._clock())
+                return inspect.request(self._ledger, request_id, self._clock())
 
     def stats(self) -> Stats:
         """Counters and gauges now."""
-        scheduler, counters, usage = self._scheduler, self._scheduler.counters, self._kv.usage()
+        scheduler, counters, usage = self._scheduler, self._ledger.counters, self._kv.usage()
         return Stats(
             step=self._steps,
             time=self._last_step,
-            running=scheduler.running_requests,
+            running=scheduler.life.running.requests,
             waiting=scheduler.waiting_requests,
             blocks_total=usage.total,
             blocks_free=usage.free,

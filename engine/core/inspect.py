@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.core.ledger import Ledger
 from engine.core.plan import Geometry
-from engine.core.request import Request, Sequence
-from engine.core.scheduler import Scheduler
+from engine.core.request import Request, Sequence, Status
 from engine.kv import KVManager
 
 
-def memory(kv: KVManager, geometry: Geometry, scheduler: Scheduler) -> dict[str, Any]:
+def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
     """Blocks by id: state free | cached | used | shared, references, holders, tokens filled; and the tiers."""
-    names: dict[int, Sequence] = {seq.id: seq for r in scheduler.requests.values() for seq in r.sequences}
+    names: dict[int, Sequence] = {seq.id: seq for r in ledger.requests.values() for seq in r.sequences}
     filled: dict[int, int] = {}
-    for seq in scheduler.running:
-        for i, block in enumerate(kv.table(seq.id)):
+    for seq in names.values():
+        for i, block in enumerate(kv.table(seq.id) if seq.status is Status.RUNNING else ()):
             tokens = max(0, min(geometry.block_size, seq.computed - i * geometry.block_size))
             filled[block] = max(filled.get(block, 0), tokens)
     blocks: list[dict[str, Any]] = [
@@ -45,18 +45,18 @@ def memory(kv: KVManager, geometry: Geometry, scheduler: Scheduler) -> dict[str,
     }
 
 
-def requests(scheduler: Scheduler, now: float) -> dict[str, Any]:
+def requests(ledger: Ledger, now: float) -> dict[str, Any]:
     """What is alive, in order of arrival, and what ended lately, the newest first; without timelines."""
-    alive = sorted(scheduler.requests.values(), key=lambda r: r.add.arrival)
+    alive = sorted(ledger.requests.values(), key=lambda r: r.add.arrival)
     return {
         "alive": [_summary(r, now) for r in alive],
-        "finished": [_summary(r, now) for r in reversed(scheduler.finished)],
+        "finished": [_summary(r, now) for r in reversed(ledger.finished)],
     }
 
 
-def request(scheduler: Scheduler, id: str, now: float) -> dict[str, Any] | None:
+def request(ledger: Ledger, id: str, now: float) -> dict[str, Any] | None:
     """One request with its timeline; None when it is unknown or forgotten."""
-    found = scheduler.requests.get(id) or next((r for r in reversed(scheduler.finished) if r.add.id == id), None)
+    found = ledger.requests.get(id) or next((r for r in reversed(ledger.finished) if r.add.id == id), None)
     if found is None:
         return None
     return {**_summary(found, now), "timeline": found.timeline}

@@ -13,7 +13,7 @@ import hashlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from engine.api import AddRequest, FinishReason, TokenLogprobs
+from engine.api import AddRequest, TokenLogprobs
 from engine.core.constraint import Constraint
 from engine.core.plan import SlotParams
 
@@ -72,6 +72,7 @@ class Sequence:
         "tokens",
         "top",
         "trail",
+        "turn",
     )
 
     def __init__(self, id: int, request: Request, choice: int, tokens: list[int]) -> None:
@@ -87,7 +88,8 @@ class Sequence:
         self.slot = -1
         self.resend = False  # the worker doesn't know yet that this sequence has the slot
         self.preemptions = 0
-        self.key: tuple[float, ...] = ()  # place in the order (policy)
+        self.key: tuple[float, ...] = ()  # place among the running (policy)
+        self.turn = 0  # of its key, while it waits (policy)
         self.constraint: Constraint | None = None
         self.drafts: tuple[int, ...] = ()
         # What doesn't change, beside what does: the step reads these for every sequence.
@@ -186,9 +188,6 @@ class Request:
     @property
     def timeline(self) -> list[dict[str, Any]]:
         return [*self._head, *self._tail]
-
-    def ended(self, choice: int, finish: FinishReason) -> None:
-        self.reasons[choice] = finish.value
 
 
 def _seed_of(id: str) -> int:

@@ -86,8 +86,8 @@ class KVManager(Protocol):
     def changes(self, seq: int) -> tuple[int, tuple[int, ...]]:
         """(first changed index, table from there on) since the last call; (0, ()) when nothing changed."""
 
-    def resend(self, seq: int) -> None:
-        """The next `changes` gives the whole table: the sequence has taken another slot."""
+    def seat(self, seq: int, slot: int) -> None:
+        """The sequence, just begun or brought back, has taken this slot; `changes` gives its whole table next."""
 
     def missing(self, seq: int, total: int) -> int:
         """Blocks that the table lacks for `total` tokens."""

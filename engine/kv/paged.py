@@ -264,8 +264,8 @@ class PagedKV:
         record.dirty = len(record.table)
         return start, tuple(record.table[start:])
 
-    def resend(self, seq: int) -> None:
-        self._sequences[seq].dirty = 0
+    def seat(self, seq: int, slot: int) -> None:
+        self._sequences[seq].dirty = 0  # blocks lie anywhere: which slot it is doesn't matter
 
     def missing(self, seq: int, total: int) -> int:
         return max(0, self._blocks_for(total) - len(self._sequences[seq].table))

@@ -1,0 +1,143 @@
+"""Ledger: every live request, and everything that a client is told. Each choice gets exactly one terminal delta."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+
+from engine.api import AddRequest, Delta, FinishReason, TokenLogprobs
+from engine.core.request import Request
+
+FINISHED_KEPT = 256  # requests whose timeline stays visible
+
+
+class Counters:
+    """Since the start; `EngineCore.stats` shows them."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.preemptions_swap = 0
+        self.preemptions_recompute = 0
+        self.cost_swap_s = 0.0
+        self.cost_recompute_s = 0.0
+        self.spec_proposed = 0
+        self.spec_accepted = 0
+
+
+class Ledger:
+    """Requests by id, those that ended lately, deltas not yet given out, deadlines."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.finished: deque[Request] = deque(maxlen=FINISHED_KEPT)
+        self.deltas: list[Delta] = []
+        self.counters = Counters()
+        self._deadlines: list[tuple[float, int, bool, Request]] = []  # a heap; the bool: only until the first token
+        self._entered = 0
+
+    def enter(self, request: Request) -> None:
+        """An accepted request."""
+        add = request.add
+        self.requests[add.id] = request
+        request.open.update(range(add.params.n))
+        self._entered += 1
+        for at, until_first in ((add.deadline, False), (add.ttft_deadline, True)):
+            if at is not None:
+                heapq.heappush(self._deadlines, (at, self._entered, until_first, request))
+
+    def expired(self, now: float) -> Iterator[tuple[Request, str]]:
+        """Live requests whose deadline has passed, and which one."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, until_first, request = heapq.heappop(self._deadlines)
+            if request.finished is None and not (until_first and request.told):
+                yield request, "time to first token" if until_first else "time limit"
+
+    def refuse(self, add: AddRequest, kind: str, message: str) -> None:
+        """A request that is not accepted: every choice ends at once."""
+        for choice in range(add.params.n):
+            self.deltas.append(Delta(add.id, choice, (), finish=FinishReason.ERROR, error=message, error_kind=kind))
+
+    def tell(
+        self,
+        request: Request,
+        choice: int,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        *,
+        preemptions: int = 0,
+        finish: FinishReason | None = None,
+        stop_token: int | None = None,
+        error: str = "",
+        kind: str = "",
+        embedding: bytes = b"",
+    ) -> None:
+        """One delta; a choice's first one says where the request had been."""
+        cached, queued = -1, -1.0
+        scores: tuple[TokenLogprobs | None, ...] = ()
+        if choice not in request.told:
+            if request.scored and not request.told:
+                scores = tuple(request.scores)
+            request.told.add(choice)
+            cached = request.cached
+            if request.admitted is not None:
+                queued = max(0.0, request.admitted - request.add.arrival)
+        self.deltas.append(
+            Delta(
+                request.add.id,
+                choice,
+                tokens,
+                logprobs,
+                finish,
+                stop_token,
+                error,
+                kind,
+                cached,
+                preemptions,
+                queued,
+                scores,
+                embedding,
+            )
+        )
+
+    def close(
+        self,
+        request: Request,
+        choice: int,
+        now: float,
+        finish: FinishReason,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        *,
+        preemptions: int = 0,
+        stop_token: int | None = None,
+        error: str = "",
+        kind: str = "",
+        embedding: bytes = b"",
+    ) -> None:
+        """The terminal delta of a choice; with the last one the request is over."""
+        request.open.remove(choice)
+        self.tell(
+            request,
+            choice,
+            tokens,
+            logprobs,
+            preemptions=preemptions,
+            finish=finish,
+            stop_token=stop_token,
+            error=error,
+            kind=kind,
+            embedding=embedding,
+        )
+        request.note(now, "finished", choice=choice, reason=finish.value, error=error)
+        request.reasons[choice] = finish.value
+        if not request.open:
+            request.finished = now
+            del self.requests[request.add.id]
+            self.finished.append(request)
+
+    def take_deltas(self) -> list[Delta]:
+        """Everything to be told since the last call, in order."""
+        deltas, self.deltas = self.deltas, []
+        return deltas
