@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,7 +184,7 @@ def library_path() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "kernels"
     try:
         version = build.compiler_version()
-        name = f"{printed}-{build.hashlib.sha256(version.encode()).hexdigest()[:8]}.so"
+        name = f"{printed}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so"
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{name}.lock"):
             if not (folder / name).exists():
