@@ -46,6 +46,10 @@ class Weight:
             return dequantise(self.data, self.ggml_type).reshape(self.shape)
         return to_float32(self.data, self.dtype)
 
+    def dense(self) -> Weight:
+        """The same weight, dequantised if it is in blocks."""
+        return self if self.dtype != "blocks" else Weight(self.name, self.float32(), "f32", self.shape)
+
 
 def to_float32(data: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
     """float32 of dense storage; bf16 comes as uint16."""
@@ -221,13 +225,30 @@ def load_native(
         path = gguf_of(path)
     keep_blocks = quantization == "gguf" or (quantization == "auto" and path.is_file() and dtype == "bfloat16")
     kept = _W_Q8 if quantization == "int8" else _W_F32 if dtype == "float32" else _W_BF16
-    for weight in iter_weights(spec, path, keep_blocks=keep_blocks):
+    for weight in _alike(iter_weights(spec, path, keep_blocks=keep_blocks)):
         rows, cols = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
         if weight.dtype == "blocks":
             native.set_gguf(weight.name, weight.data, weight.ggml_type, rows, cols)
-        else:
-            quant = kept if len(weight.shape) == 2 and weight.name != "positions" else _W_F32
-            native.set(weight.name, weight.data, _OCT_DTYPE[weight.dtype], rows, cols, quant)
+            continue
+        if dtype == "bfloat16" and weight.dtype == "f32" and weight.name in ("embed", "positions"):
+            weight = Weight(weight.name, to_bfloat16(weight.data), "bf16", weight.shape)  # tables are kept as given
+        quant = kept if len(weight.shape) == 2 else _W_F32
+        native.set(weight.name, weight.data, _OCT_DTYPE[weight.dtype], rows, cols, quant)
+
+
+def _alike(weights: Iterator[Weight]) -> Iterator[Weight]:
+    """Gate and up of one MLP are packed into one matrix: where a file keeps them differently, both come dense."""
+    gate: Weight | None = None
+    for weight in weights:
+        if weight.name.endswith(".gate"):
+            gate = weight
+            continue
+        if gate is not None and weight.name.endswith(".up"):
+            if gate.ggml_type != weight.ggml_type:
+                gate, weight = gate.dense(), weight.dense()
+            yield gate
+            gate = None
+        yield weight
 
 
 def gguf_of(path: Path) -> Path:
