@@ -27,6 +27,17 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(pull("smollm2"))
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def api(tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    async with serving(tokenizer) as api:
+        yield api
+
+
 def settings(**changes: Any) -> ServerSettings:
     return ServerSettings(**{"served_model_names": ("m", "alias"), **changes})
 
@@ -161,4 +172,5 @@ def listening(tokenizer: Tokenizer, **changes: Any) -> Iterator[tuple[str, FakeC
 
 
 def run(work: Any) -> Any:
+    """The result of a coroutine, for tests that are no coroutines themselves."""
     return asyncio.run(work)

@@ -39,6 +39,7 @@ class FakeClient:
         self.refusal: OctavoError | None = None  # raised by submit
         self.first_delta: Delta | None = None  # sent instead of everything, its id filled in
         self.dies_after: int | None = None  # steps until a request ends with EngineDead
+        self.times_out_after: int | None = None  # steps until a request ends by its deadline
         self.hold = asyncio.Event()  # nothing is computed until it is set
         self.hold.set()
         self.state = "ready"
@@ -123,6 +124,8 @@ class FakeClient:
     def _delta(self, request: AddRequest, choice: int, output: list[int], step: int) -> Delta:
         params = request.params
         limit = params.max_tokens or 0
+        if step == self.times_out_after:
+            return Delta(request.id, choice, (), finish=FinishReason.ABORT, error="too late", error_kind="deadline")
         tokens = tuple(output[step : step + 1])
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.eos_token_ids))
         stop = tokens[0] if tokens and tokens[0] in stops and step >= params.min_tokens else None
