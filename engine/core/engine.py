@@ -14,8 +14,9 @@ from engine.core.plan import Executor, Geometry, Plan, Result
 from engine.core.proposer import Proposer
 from engine.core.scheduler import Scheduler
 from engine.core.settings import CoreSettings
-from engine.errors import ConfigError, EngineDead, InvalidRequest
+from engine.errors import EngineDead, InvalidRequest
 from engine.kv import KVManager
+from engine.kv.contiguous import ContiguousKV
 from engine.kv.costs import Costs
 from engine.kv.paged import PagedKV
 
@@ -36,7 +37,7 @@ class EngineCore:
         clock: Callable[[], float] = time.time,
         proposer: Proposer | None = None,
     ) -> None:
-        """`executor` has been started and gave `geometry`. Raises ConfigError for settings that don't fit it."""
+        """`executor` has been started and gave `geometry`."""
         self.geometry = geometry
         self._executor = executor
         self._clock = clock
@@ -187,6 +188,10 @@ def make_kv(geometry: Geometry, settings: CoreSettings, costs: Costs) -> KVManag
             costs,
             host_blocks=geometry.host_blocks,
             disk_blocks=geometry.disk_blocks,
+            disk_index=geometry.disk_index,
             caching=settings.enable_prefix_caching,
         )
-    raise ConfigError(f"kv_manager: {settings.kv_manager} is not there yet")
+    slots = min(settings.max_num_seqs, geometry.max_num_seqs)
+    pages = geometry.pages_per_slot or -(-geometry.max_model_len // geometry.block_size)
+    virtual = settings.kv_manager == "virtual"
+    return ContiguousKV(geometry.num_blocks, geometry.block_size, pages, virtual=virtual, slots=slots)

@@ -121,6 +121,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     bytes_per_block: int
     hidden_size: int = 0
+    pages_per_slot: int = 0  # virtual-contiguous storage: page p of slot s is block s * pages_per_slot + p
     disk_index: tuple[tuple[int, bytes], ...] = ()  # intact disk blocks of an earlier run, with their `disk_keys`
 
 

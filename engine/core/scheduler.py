@@ -329,4 +329,5 @@ class Scheduler:
         self._picked.clear()
         self._step += 1
         self._flights[self._step] = items
-        return Plan(self._step, tuple(rows), self._kv.drain(), tuple(slots))
+        ops, disk_keys = self._kv.drain()
+        return Plan(self._step, tuple(rows), ops, tuple(slots), disk_keys)

@@ -95,8 +95,11 @@ class KVManager(Protocol):
     def available(self) -> int:
         """Blocks that are free or evictable."""
 
-    def drain(self) -> tuple[KVOp, ...]:
-        """Operations since the last call, in the order in which they must run before the next forward pass."""
+    def drain(self) -> tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]:
+        """Operations since the last call, in the order in which they must run before the next forward pass,
+
+        and for each disk block written by them what it holds (`Plan.disk_keys`).
+        """
 
     def reset(self) -> None:
         """Forget every cached prefix that no live sequence relies on."""

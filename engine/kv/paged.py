@@ -46,14 +46,18 @@ class PagedKV:
         *,
         host_blocks: int = 0,
         disk_blocks: int = 0,
+        disk_index: tuple[tuple[int, bytes], ...] = (),
         caching: bool = True,
     ) -> None:
+        """`disk_index`: blocks of an earlier run that are still in the disk tier, by the keys that `drain` gave."""
         self.block_size = block_size
         self._caching = caching
         self._costs = costs
         self._pool = BlockPool(num_blocks)
-        self._tiers = Tiers(host_blocks, disk_blocks if caching else 0, costs)
         span = TOKENS_PER_NODE_OF_SINGLE if block_size == 1 else 1
+        self._tiers = Tiers(host_blocks, disk_blocks if caching else 0, costs, span)
+        if self._tiers.disk.size:
+            self._tiers.restore(disk_index)
         self._index = PrefixIndex(self._pool, self._tiers, block_size, span)
         self._span = span
         self._node_tokens = self._index.tokens_per_node
@@ -270,12 +274,8 @@ class PagedKV:
     def missing(self, seq: int, total: int) -> int:
         return max(0, self._blocks_for(total) - len(self._sequences[seq].table))
 
-    def drain(self) -> tuple[KVOp, ...]:
-        if not self._tiers.ops:
-            return ()
-        ops = tuple(self._tiers.ops)
-        self._tiers.ops.clear()
-        return ops
+    def drain(self) -> tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]:
+        return self._tiers.drain()
 
     def reset(self) -> None:
         self._index.reset()
@@ -327,6 +327,8 @@ class PagedKV:
                     counts[block] += 1
             assert node.kept, "a node without any copy should be forgotten"
             assert not node.blocks or node.parent is None or not node.parent.parent or node.parent.blocks, "a gap"
+        for block in self._tiers.unclaimed():
+            disk[block] += 1
         self._pool.check(device)
         self._tiers.host.check(host)
         self._tiers.disk.check(disk)

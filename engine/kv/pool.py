@@ -23,6 +23,12 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
+    def claim(self, blocks: set[int]) -> None:
+        """Take these very blocks, all of them free: what an earlier run left there."""
+        self._free = [block for block in self._free if block not in blocks]
+        for block in blocks:
+            self.refs[block] = 1
+
     def hold(self, block: int) -> None:
         """One more holder of a block that has some."""
         assert self.refs[block] > 0, "only a block in use can be shared"

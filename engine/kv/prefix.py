@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from engine.kv.pool import BlockPool
 from engine.kv.tiers import Blocks, Node, Tiers
 
+EMPTY_ROOTS = 1024  # roots, before those without nodes are dropped
+
 
 class PrefixIndex:
     """Nodes by (salt, tokens from the start). A node covers `tokens_per_node` tokens in `blocks_per_node` blocks."""
@@ -78,10 +80,9 @@ class PrefixIndex:
 
     def match(self, tokens: Sequence[int], salt: str, limit: int) -> list[Node]:
         """The nodes that hold the longest known prefix of tokens[:limit], in whatever tier."""
-        node = self.roots.get(salt)
         path: list[Node] = []
-        if node is None:
-            return path
+        node: Node | None = self._root(salt)
+        assert node is not None
         step = self.tokens_per_node
         for start in range(0, limit - step + 1, step):
             node = node.children.get(tuple(tokens[start : start + step]))
@@ -96,15 +97,23 @@ class PrefixIndex:
         When another sequence published the same run before, its node keeps its blocks: adopt those.
         """
         if parent is None:
-            parent = self.roots.get(salt)
-            if parent is None:
-                parent = self.roots[salt] = Node((), None)
+            parent = self._root(salt)
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = Node(key, parent)
+            self.tiers.name(node, salt)
         if not node.blocks:
             self.place(node, blocks)
         return node
+
+    def _root(self, salt: str) -> Node:
+        root = self.roots.get(salt)
+        if root is None:
+            if len(self.roots) > EMPTY_ROOTS:  # a new salt with each request must not fill the memory
+                self.roots = {other: known for other, known in self.roots.items() if known.children}
+            root = self.roots[salt] = Node((), None)
+            self.tiers.name(root, salt)
+        return root
 
     def place(self, node: Node, blocks: Blocks) -> None:
         """These device blocks, which a sequence holds, are the node's from now on."""
@@ -140,4 +149,5 @@ class PrefixIndex:
             self.tiers.forget_copies(node)
             if not node.kept and node.parent is not None and node.parent.children.get(node.key) is node:
                 self.tiers.forget(node)
+        self.tiers.forget_unclaimed()
         self.roots = {salt: root for salt, root in self.roots.items() if root.children}

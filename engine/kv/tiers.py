@@ -8,6 +8,8 @@ Nothing here is touched unless a block is evicted, a sequence is swapped, or a h
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -16,12 +18,13 @@ from engine.kv.costs import Costs
 from engine.kv.pool import BlockPool
 
 Blocks = tuple[int, ...]
+NAME = 16  # bytes of a node's name
 
 
 class Node:
     """A run of tokens in the prefix trie and where its KV is. () = not in that tier."""
 
-    __slots__ = ("blocks", "busy", "children", "disk", "host", "key", "parent")
+    __slots__ = ("blocks", "busy", "children", "disk", "host", "key", "name", "parent")
 
     def __init__(self, key: tuple[int, ...], parent: Node | None) -> None:
         self.key = key
@@ -31,6 +34,7 @@ class Node:
         self.host: Blocks = ()
         self.disk: Blocks = ()
         self.busy = 0  # device blocks of it that a sequence holds
+        self.name = b""  # a hash of salt and all tokens from the start; only with a disk tier
 
     @property
     def kept(self) -> bool:
@@ -40,7 +44,8 @@ class Node:
 class Tiers:
     """Host and disk pools. Holders of a host block: the index (its node's copy) and swapped-out sequences."""
 
-    def __init__(self, host_blocks: int, disk_blocks: int, costs: Costs) -> None:
+    def __init__(self, host_blocks: int, disk_blocks: int, costs: Costs, blocks_per_node: int) -> None:
+        self._blocks_per_node = blocks_per_node
         self.host = BlockPool(host_blocks)
         self.disk = BlockPool(disk_blocks)
         self.costs = costs
@@ -51,6 +56,18 @@ class Tiers:
         # because sequences let go of their blocks from the tail.
         self._host_idle: OrderedDict[Node, None] = OrderedDict()
         self._disk_idle: OrderedDict[Node, None] = OrderedDict()
+        self._disk_keys: list[tuple[int, bytes]] = []
+        # Of an earlier run, not yet asked for: tokens and disk blocks of the nodes below the node of that name.
+        self._unclaimed: dict[bytes, list[tuple[tuple[int, ...], Blocks]]] = {}
+
+    def drain(self) -> tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]:
+        """Operations since the last call, and the keys of the disk blocks that they write."""
+        if not self.ops:
+            return (), ()
+        ops, keys = tuple(self.ops), tuple(self._disk_keys)
+        self.ops.clear()
+        self._disk_keys.clear()
+        return ops, keys
 
     # ---------------------------------------------------------------- down
 
@@ -84,6 +101,7 @@ class Tiers:
         if not node.blocks and not node.disk and self._disk_room(len(node.host)) and node.host:
             node.disk = tuple(self.disk.take() for _ in node.host)
             self.ops.extend(KVOp("disk_out", src, dst) for src, dst in zip(node.host, node.disk, strict=True))
+            self._disk_keys.extend(zip(node.disk, _keys(node), strict=True))
             self._disk_idle[node] = None
         self._free_host(node)
         if not node.kept:
@@ -91,6 +109,9 @@ class Tiers:
 
     def _disk_room(self, n: int) -> bool:
         while self.disk.free < n:
+            if self._unclaimed:
+                self._forget_entry(*self._unclaimed.popitem())
+                continue
             if not self._disk_idle:
                 return False
             node, _ = self._disk_idle.popitem(last=False)
@@ -145,6 +166,52 @@ class Tiers:
             if self.host.refs[node.host[0]] == 1:
                 self._host_idle[node] = None
 
+    # ---------------------------------------------------------------- what an earlier run left on disk
+
+    def name(self, node: Node, salt: str) -> None:
+        """A new node gets its name, and below it what an earlier run left of its continuations."""
+        if not self.disk.size:
+            return
+        pending = [node]
+        while pending:
+            named = pending.pop()
+            above = salt.encode() if named.parent is None else named.parent.name
+            named.name = hashlib.blake2b(above + _pack(named.key), digest_size=NAME).digest()
+            for tokens, blocks in self._unclaimed.pop(named.name, ()):
+                child = named.children[tokens] = Node(tokens, named)
+                child.disk = blocks
+                self._disk_idle[child] = None
+                pending.append(child)
+
+    def restore(self, index: Iterable[tuple[int, bytes]]) -> None:
+        """Blocks found on disk, by key. Nodes that are not whole are left to be overwritten."""
+        found: dict[tuple[bytes, bytes], dict[int, int]] = {}
+        for block, key in index:
+            if len(key) > NAME + 1 and block < self.disk.size:
+                parts = found.setdefault((key[:NAME], key[NAME + 1 :]), {})
+                parts[key[NAME]] = block
+        taken: set[int] = set()
+        for (above, packed), parts in found.items():
+            if sorted(parts) == list(range(self._blocks_per_node)) and len(packed) % 4 == 0:
+                tokens = struct.unpack(f"<{len(packed) // 4}i", packed)
+                blocks = tuple(parts[i] for i in range(self._blocks_per_node))
+                self._unclaimed.setdefault(above, []).append((tokens, blocks))
+                taken.update(blocks)
+        self.disk.claim(taken)
+
+    def unclaimed(self) -> list[int]:
+        """Disk blocks of an earlier run that no node stands for."""
+        return [block for entries in self._unclaimed.values() for _, blocks in entries for block in blocks]
+
+    def forget_unclaimed(self) -> None:
+        while self._unclaimed:
+            self._forget_entry(*self._unclaimed.popitem())
+
+    def _forget_entry(self, name: bytes, entries: list[tuple[tuple[int, ...], Blocks]]) -> None:
+        for _, blocks in entries:
+            for block in blocks:
+                self.disk.drop(block)
+
     # ---------------------------------------------------------------- out
 
     def forget(self, node: Node) -> None:
@@ -181,3 +248,13 @@ class Tiers:
         for copy in node.disk:
             self.disk.drop(copy)
         node.disk = ()
+
+
+def _pack(tokens: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def _keys(node: Node) -> list[bytes]:
+    """What each block of the node holds: the name of the node above, its place, the node's tokens."""
+    assert node.parent is not None
+    return [node.parent.name + bytes((i,)) + _pack(node.key) for i in range(len(node.disk))]

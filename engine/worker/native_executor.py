@@ -165,6 +165,7 @@ class NativeExecutor:
             vocab_size=spec.vocab_size,
             bytes_per_block=block_bytes,
             hidden_size=spec.hidden_size,
+            pages_per_slot=-(-settings.max_model_len // settings.block_size),
             disk_index=disk.index() if disk else (),
         )
 

@@ -166,6 +166,7 @@ class TorchExecutor:
             vocab_size=spec.vocab_size,
             bytes_per_block=device.bytes_per_block,
             hidden_size=spec.hidden_size,
+            pages_per_slot=-(-settings.max_model_len // settings.block_size),
             disk_index=disk.index() if disk else (),
         )
 
