@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequest
 from engine.validate import check_range
+from server import tools
 from server.chunks import Chunks
 from server.generate import Entry, Generation
 from server.logprobs import LogprobsWriter
@@ -23,6 +24,7 @@ from server.run import Run, begin
 from server.sampling import check_stream_options, grammar_of, sampling_params, text_options, truncated
 from server.service import Service, exchange_of, json_response, new_ids, service_of, usage_object
 from server.sse import EventStream
+from server.tools import plan_for_prompt
 
 encode = msgspec.json.Encoder().encode
 
@@ -149,10 +151,7 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
     service.require_model(wire.model)
     _check_fields(wire)
     messages = check_messages(wire.messages, raw["messages"])
-    plan = plan_output(service, wire)
-    grammar = grammar_of(wire)
-    if grammar is not None and plan.grammar is not None:
-        raise InvalidRequest("response_format can't be combined with a forced tool call", param="response_format")
+    plan = await plan_output(service, wire)
     name, limit = "max_tokens", wire.max_tokens
     if wire.max_completion_tokens is not None:
         name, limit = "max_completion_tokens", wire.max_completion_tokens
@@ -160,16 +159,19 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
         check_range(name, limit, 1, float("inf"))
     if wire.top_logprobs is not None:
         check_range("top_logprobs", wire.top_logprobs, 0, service.limits.logprobs)
+    options = text_options(wire, service.limits)
+    if plan.special_tokens:
+        options = replace(options, skip_special_tokens=False)
+    prompt = truncated(await render(service, wire, messages, plan.tools), wire, service.limits, limit)
+    plan = plan_for_prompt(service.syntax, plan, service.tokenizer.decode(prompt[-8:]))
     params = sampling_params(
         wire,
         service.tokenizer,
         service.settings,
         max_tokens=limit,
         logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
-        grammar=grammar or plan.grammar,
+        grammar=plan.grammar,
     )
-    options = text_options(wire, service.limits)
-    prompt = truncated(await render(service, wire, messages, plan.tools), wire, service.limits, limit)
     shown, (engine_id,) = new_ids(prefix, wire, 1)
     engine_request = service.add_request(
         exchange_of(request),
@@ -209,11 +211,11 @@ def check_metadata(metadata: dict[str, str]) -> None:
         )
 
 
-def plan_output(service: Service, wire: ChatRequest) -> OutputPlan:
-    """What tools and reasoning make of this chat."""
-    if wire.tools:
-        raise InvalidRequest("tools are not supported", param="tools")
-    return OutputPlan()
+async def plan_output(service: Service, wire: ChatRequest) -> OutputPlan:
+    """What tools, response_format and the model's reasoning make of this chat."""
+    return await tools.plan_output(
+        service.syntax, wire.tools, wire.tool_choice, wire.parallel_tool_calls, grammar_of(wire)
+    )
 
 
 # ---------------------------------------------------------------- the route

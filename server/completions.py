@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.api import TokenLogprobs
+from engine.api import Grammar, TokenLogprobs
 from engine.errors import InvalidRequest
 from engine.text.detokenize import Detokenizer
 from engine.validate import check_range, check_token_ids
@@ -23,6 +23,7 @@ from server.run import Run, begin
 from server.sampling import check_stream_options, grammar_of, sampling_params, text_options, truncated
 from server.service import Service, exchange_of, json_response, new_ids, service_of, usage_object
 from server.sse import EventStream
+from server.structured import checked
 
 encode = msgspec.json.Encoder().encode
 
@@ -84,7 +85,10 @@ async def completions(request: Request) -> Response:
     service.require_model(wire.model)
     candidates = _check_fields(wire)
     prompts = await read_prompts(service, wire)
-    shown, generations = _generations(service, request, wire, prompts, candidates)
+    grammar = grammar_of(wire)
+    if grammar is not None:
+        await checked(grammar, "response_format")
+    shown, generations = _generations(service, request, wire, prompts, candidates, grammar)
     run = await begin(service, request, generations)
     writer = _Writer(service, wire, shown, run, prompts)
     if wire.stream:
@@ -121,7 +125,12 @@ def _check_fields(wire: CompletionRequest) -> int:
 
 
 def _generations(
-    service: Service, request: Request, wire: CompletionRequest, prompts: list[Prompt], candidates: int
+    service: Service,
+    request: Request,
+    wire: CompletionRequest,
+    prompts: list[Prompt],
+    candidates: int,
+    grammar: Grammar | None,
 ) -> tuple[str, list[Generation]]:
     n = 1 if wire.n is None else wire.n
     logprobs = wire.logprobs
@@ -130,7 +139,7 @@ def _generations(
     default = wire.max_tokens is None
     limit = DEFAULT_MAX_TOKENS if default else wire.max_tokens
     params = sampling_params(
-        wire, service.tokenizer, service.settings, max_tokens=limit, logprobs=logprobs, grammar=grammar_of(wire)
+        wire, service.tokenizer, service.settings, max_tokens=limit, logprobs=logprobs, grammar=grammar
     )
     scored = wire.prompt_logprobs
     if wire.echo and wire.logprobs is not None:

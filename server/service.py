@@ -25,6 +25,7 @@ from server.body import convert, read_object, unknown_fields
 from server.gate import Exchange
 from server.generate import Generation, TextOptions, Usage
 from server.metrics import Metrics
+from server.parsers import OutputSyntax
 from server.protocol import HOSTED_ONLY, GenerationRequest, refuse_unsupported
 from server.settings import ServerSettings
 
@@ -44,6 +45,9 @@ class Service:
         self.tokenizer = tokenizer
         self.template = template
         self.settings = settings
+        self.syntax = OutputSyntax.of(
+            tokenizer, template, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+        )
         self.version = version
         self.created = int(time.time())
         self._fingerprint = ""

@@ -43,7 +43,7 @@ async def _chat_tokens(service: Service, wire: TokenizeRequest, raw: dict[str, A
         chat_template_kwargs=wire.chat_template_kwargs,
     )
     messages = check_messages(chat.messages, raw["messages"])
-    return await render(service, chat, messages, plan_output(service, chat).tools)
+    return await render(service, chat, messages, (await plan_output(service, chat)).tools)
 
 
 async def detokenize(request: Request) -> Response:

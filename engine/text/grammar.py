@@ -68,11 +68,9 @@ def compiler_thread(name: str, workers: int = 1) -> ThreadPoolExecutor:
 _stack_lock = threading.Lock()
 
 
-def json_schema_rule(schema: Any) -> str:
-    """`schema` as a term of a lark grammar, with the white space of every other JSON here."""
-    options = {"x-guidance": _JSON_OPTIONS}
-    body = {**schema, **options} if isinstance(schema, dict) else ({"not": {}} if schema is False else options)
-    return "%json " + json.dumps(body)
+def json_term(schema: dict[str, Any]) -> str:
+    """`schema` as a term of a lark grammar, with the white space and the strictness of every other JSON here."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
 
 
 def compiled_text(grammar: Grammar) -> str:
@@ -98,19 +96,20 @@ def compiled_text(grammar: Grammar) -> str:
     return str(text)
 
 
-def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidRequest, with the reason, when `grammar` can't be enforced. Fast; blocks without the GIL.
+def check_grammar(grammar: Grammar, param: str = "response_format") -> None:
+    """Raise InvalidRequest, with the reason, when `grammar` can't be enforced. Milliseconds; waits without the GIL.
 
     Answers are remembered, so that a schema which comes with every request costs nothing.
     """
-    reason = _verdict(grammar.kind, grammar.text)
+    reason = verdict(grammar)
     if reason:
-        raise InvalidRequest(reason, param="response_format")
+        raise InvalidRequest(reason, param=param)
 
 
-@lru_cache(maxsize=256)
-def _verdict(kind: Any, text: str) -> str:
-    return _checker().submit(_try_compile, Grammar(kind, text)).result()
+@lru_cache(maxsize=512)
+def verdict(grammar: Grammar) -> str:
+    """Why `grammar` can't be enforced, or ""."""
+    return _checker().submit(_try_compile, grammar).result()
 
 
 @lru_cache(maxsize=1)

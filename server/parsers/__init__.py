@@ -1,9 +1,9 @@
 """How model families write calls and reasoning, and who reads it back.
 
     syntax = OutputSyntax.of(tokenizer, template, tool_parser="", reasoning_parser="")   # once per server
-    parser = syntax.parser(plan, prompt)                                                 # one per choice
+    parser = syntax.parser(calls)                                                        # one per choice
 
-`plan` says which tools may be called (`server.tools`). The family is chosen by its chat template, or by name.
+`calls` says which tools may be called (`server.tools`). The family is chosen by its chat template, or by name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ _MISTRAL_ARGS = CallSyntax(
     trigger=mistral.MARK,
     new_id=short_id,
 )
-# A grammar can't write Python from a JSON schema: calls that must be made are made in JSON.
 _PYTHONIC = CallSyntax("pythonic", PythonicParser, _JSON.before, _JSON.middle, _JSON.after, _JSON.between)
 
 CALL_SYNTAXES = {s.name: s for s in (_HERMES, _JSON, _LLAMA3, _MISTRAL, _MISTRAL_ARGS, _PYTHONIC)}
@@ -115,19 +114,21 @@ class OutputSyntax:
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
         return cls(calls, tags, {m: i for m, i in ids.items() if i is not None and tokenizer.is_special(i)})
 
-    def parser(self, calls: Calls | None, prompt: str, *, forced: bool = False) -> OutputParser:
-        """The parser of one choice. `calls` = None: no call may be made. `prompt` ends where the answer begins."""
+    @property
+    def forced(self) -> CallSyntax:
+        """How calls are written under a grammar, which can't write Python from a JSON schema."""
+        return _JSON if self.calls is _PYTHONIC else self.calls
+
+    def parser(self, calls: Calls | None, *, opened: bool = False) -> OutputParser:
+        """The parser of one choice. `calls` = None: no call may be made. `opened`: it begins inside of reasoning."""
         inner: OutputParser = PlainParser()
         if calls is not None:
-            # Calls that a grammar wrote are in JSON whatever the family's own syntax is.
-            inner = JsonCallsParser(calls) if forced and self.calls is _PYTHONIC else self.calls.parser(calls)
-        if self.reasoning is None:
-            return inner
-        return ReasoningParser(inner, *self.reasoning, opened=self.opened(prompt))
+            inner = (self.forced if calls.forced else self.calls).parser(calls)
+        return inner if self.reasoning is None else ReasoningParser(inner, *self.reasoning, opened=opened)
 
-    def opened(self, prompt: str) -> bool:
+    def opened(self, prompt_end: str) -> bool:
         """The prompt ends inside of a reasoning block, so the answer begins with reasoning."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
+        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning[0])
 
     def needs_special_tokens(self, calls: bool) -> bool:
         """Control tokens must stay visible to the parser: some of the markers it looks for are such."""

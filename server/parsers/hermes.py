@@ -31,7 +31,9 @@ class HermesParser:
             self._walk.cut()
         if self._state in ("opened", "call") and not self._forced_fragment():
             self._sink.text(self._raw + self._closing.flush())
-        self._sink.text(self._markers.flush())
+        rest = self._markers.flush()
+        if not self._calls.forced:
+            self._sink.text(rest)
         self._sink.end_text()
         return self._sink.take()
 

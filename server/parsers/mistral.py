@@ -34,7 +34,9 @@ class MistralParser:
             self._sink.end_call()
         elif self._state in ("marked", "name", "call") and not self._calls.forced:
             self._sink.text(self._raw)
-        self._sink.text(self._markers.flush())
+        rest = self._markers.flush()
+        if not self._calls.forced:
+            self._sink.text(rest)
         self._sink.end_text()
         return self._sink.take()
 

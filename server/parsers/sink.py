@@ -61,6 +61,7 @@ class Sink:
         self._text: list[str] = []
         self._field = ""
         self._index = -1
+        self._kind = "function"
         self._custom: list[str] | None = None  # the JSON arguments of a custom call, until they are whole
         self._dropped = False
         self._blank = ""  # white space that is shown only if text follows
@@ -101,10 +102,10 @@ class Sink:
         if self._dropped:
             return
         self._index += 1
-        kind = "custom" if name in self._allowed.custom else "function"
-        self._custom = [] if kind == "custom" else None
+        self._kind = "custom" if name in self._allowed.custom else "function"
+        self._custom = [] if self._kind == "custom" else None
         self._out.append(
-            OutputDelta(call_index=self._index, call_id=self._allowed.new_id(), call_name=name, call_kind=kind)
+            OutputDelta(call_index=self._index, call_id=self._allowed.new_id(), call_name=name, call_kind=self._kind)
         )
 
     def arguments(self, text: str) -> None:
@@ -140,7 +141,7 @@ class Sink:
                 case "reasoning":
                     self._out.append(OutputDelta(reasoning=text))
                 case _:
-                    self._out.append(OutputDelta(call_index=self._index, arguments=text))
+                    self._out.append(OutputDelta(call_index=self._index, call_kind=self._kind, arguments=text))
         self._text.clear()
         self._field = ""
 
