@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.core.plan import Executor, Geometry
     from engine.core.settings import CoreSettings
     from engine.model.spec import DecoderSpec
+    from engine.native import Kernels
     from engine.worker.settings import ExecutorSettings
 
 log = logging.getLogger("octavo.engine")
@@ -156,29 +157,30 @@ def pick_device(wanted: str) -> str:
 
 def pick_backend(config: EngineConfig, device: str) -> tuple[str, str]:
     """("native" or "reference", why). Raises ConfigError when what was asked for can't be had."""
-    wanted = config.parallel.attention_backend
+    wanted, isa = config.parallel.attention_backend, config.parallel.isa
     if wanted == "reference":
         return "reference", "--attention-backend reference"
     if device != "cpu":
+        if wanted == "native":
+            raise ConfigError(f"--attention-backend native computes on the CPU, not on {device}; add --device cpu")
         return "reference", f"on {device}"
-    problem = native_problem()
-    if not problem:
-        return "native", "C++ kernels"
-    if wanted == "native":
-        raise ConfigError(f"--attention-backend native: {problem}; build the kernels with `make install`")
+    try:
+        set_in_use = load_kernels(config).isa
+        return "native", f"kernels for {set_in_use}" + ("" if isa == "auto" else ", as asked")
+    except (ConfigError, OSError, ImportError) as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if wanted == "native" or isa != "auto":
+        raise ConfigError(f"the C++ kernels can't be used: {problem}")
     log.warning("the C++ kernels can't be used (%s): serving with torch, which is many times slower", problem)
     return "reference", f"the C++ kernels can't be used: {problem}"
 
 
-def native_problem() -> str:
-    """Why the native kernels can't be used; "" when they can."""
-    try:
-        from engine import native
+def load_kernels(config: EngineConfig) -> Kernels:
+    """The C++ kernels with the instruction set and threads of the configuration. Raises ConfigError."""
+    from engine import native
 
-        native.library()
-    except (ImportError, OSError, ConfigError) as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ""
+    isa = "" if config.parallel.isa == "auto" else config.parallel.isa
+    return native.load(isa, config.parallel.threads or machine.cores())
 
 
 def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
@@ -227,11 +229,7 @@ def describe(
 ) -> Ready:
     """What the client and the start-up log are told."""
     s = choice.settings
-    backend = "reference" if s.device == "cpu" else s.device
-    if choice.backend == "native":
-        from engine import native
-
-        backend = f"cpu/{native.isa()}"
+    backend = f"reference/{s.device}" if choice.backend == "reference" else f"cpu/{load_kernels(config).isa}"
     pool_bytes = geometry.num_blocks * geometry.bytes_per_block
     tokens = geometry.num_blocks * geometry.block_size
     tiers = f", swap {geometry.host_blocks} blocks" if geometry.host_blocks else ""
@@ -264,3 +262,50 @@ def config_words(config: EngineConfig) -> str:
     if config.kv.num_kv_blocks:
         return "--num-kv-blocks"
     return "auto, see --kv-memory" if config.kv.kv_memory == "auto" else f"--kv-memory {config.kv.kv_memory}"
+
+
+def examine(config: EngineConfig) -> list[tuple[str, str]]:
+    """What `octavo doctor` shows: the machine, and what would be chosen on it and why."""
+    found = [
+        ("processor", f"{machine.processor()}, {machine.cores()} cores for this process"),
+        (
+            "memory",
+            f"{machine.available_memory() / GIB:.1f} GiB free of {machine.total_memory() / GIB:.1f} GiB, "
+            f"transparent huge pages: {machine.huge_pages() or 'not known'}",
+        ),
+        ("accelerators", ", ".join(machine.accelerators()) or "none"),
+        ("compilers", ", ".join(machine.compilers()) or "none: install g++ to build the kernels"),
+    ]
+    try:
+        kernels = load_kernels(config)
+        found.append(("kernels", f"{kernels.isa} in use; this machine runs {', '.join(kernels.isas)}"))
+    except (ConfigError, OSError, ImportError) as error:
+        found.append(("kernels", f"can't be used: {error}"))
+    try:
+        found += _choices(config)
+    except ConfigError as error:
+        found.append(("model", f"can't be served: {error}"))
+    return found
+
+
+def _choices(config: EngineConfig) -> list[tuple[str, str]]:
+    from engine.model.config import load_spec
+
+    path = find_model(config, progress=True)
+    spec = load_spec(path, max_model_len=config.model.max_model_len)
+    choice = choose(config, spec)
+    s = choice.settings
+    token = kv_bytes_per_token(spec, s.kv_dtype)
+    return [
+        (
+            "model",
+            f"{config.model.model}: {spec.family}, {spec.num_layers} layers, context {spec.max_position}, {path}",
+        ),
+        ("compute", f"{choice.backend} on {s.device}, {s.threads} threads, {s.dtype} ({choice.why})"),
+        (
+            "KV pool",
+            f"{s.kv_bytes / GIB:.2f} GiB {s.kv_dtype}, {token} bytes a token: about {s.kv_bytes // token} tokens "
+            f"({config_words(config)})",
+        ),
+        ("swap", f"{s.host_bytes / GIB:.2f} GiB of host memory"),
+    ]
