@@ -11,7 +11,7 @@
 //   attention_plan.h   tasks                            attention_f32.h   tile products, any set and dtype
 //   kv_layout.h        the cache's bytes                attention_bf16.h  tile products, AVX512-BF16 and AMX
 #pragma once
-#include "attention_f32.h"
+#include "attention_bf16.h"
 
 namespace octavo {
 namespace OCT_ISA {
@@ -64,8 +64,14 @@ struct KeyWalk {
     const float* scales = (const float*)(tile + layout.scale_offset);
     RawTile raw = {tile, tile + layout.v_offset, scales, scales + kTile};
     int valid = end - t * kTile;
-    // A weight of 0 hides any finite value, but not what a float format may have left behind the end.
-    if (valid < kTile && layout.dtype != OCT_I8) raw.v = zero_behind(raw.v, valid, buffer);
+    if (valid >= kTile) return raw;
+    // A weight of 0 hides any finite value, but not the NaN that a float format may have left behind the end.
+    if (layout.dtype != OCT_I8) {
+      raw.v = zero_behind(raw.v, valid, buffer);
+    } else {
+      memset(buffer, 0, kTile * 4);
+      raw.v_scale = (float*)memcpy(buffer, raw.v_scale, (size_t)valid * 4);
+    }
     return raw;
   }
 
@@ -107,8 +113,9 @@ struct KeyWalk {
 };
 
 // One unit's rows of one KV head: their queries are loaded, their splits are closed one by one.
-template <class Kernel> struct UnitWalk {
+struct UnitWalk {
   StepContext& ctx;
+  const TileKernel& kernel;
   const KvLayout& layout;
   const AttentionUnit& unit;
   AttentionScratch& s;
@@ -116,9 +123,9 @@ template <class Kernel> struct UnitWalk {
   KeyWalk keys;
   int window, group, dims, first_position;
 
-  UnitWalk(StepContext& ctx, const KvLayout& layout, const AttentionUnit& unit, AttentionScratch& s,
-           const SoftmaxParams& softmax, int layer, int head)
-      : ctx(ctx), layout(layout), unit(unit), s(s), softmax(softmax),
+  UnitWalk(StepContext& ctx, const TileKernel& kernel, const KvLayout& layout, const AttentionUnit& unit,
+           AttentionScratch& s, const SoftmaxParams& softmax, int layer, int head)
+      : ctx(ctx), kernel(kernel), layout(layout), unit(unit), s(s), softmax(softmax),
         keys{layout, *ctx.kv, nullptr, layer, head, 0},
         window(ctx.model->layers[(size_t)layer].window), group(ctx.spec().heads / ctx.spec().kv_heads),
         dims(layout.dims) {
@@ -136,10 +143,11 @@ template <class Kernel> struct UnitWalk {
   int column_of(int r) const { return (keys.head * group + (unit.row0 + r) % group) * layout.head_size; }
 
   void load_queries() {
+    if (kernel.begin) kernel.begin(unit.rows);
     const int width = ctx.spec().heads * layout.head_size, bytes = ctx.bf16_compute() ? 2 : 4;
     for (int r = 0; r < unit.rows; r++) {
       const uint8_t* q = (const uint8_t*)ctx.q + (row_of(r) * width + column_of(r)) * bytes;
-      Kernel::load_query(ctx, q, layout.head_size, dims, r, s);
+      kernel.load_query(q, ctx.bf16_compute(), layout.head_size, dims, r, s);
     }
   }
 
@@ -161,15 +169,18 @@ template <class Kernel> struct UnitWalk {
     int tiles = std::min(kGroupTiles, position(unit.rows - 1) / kTile + 1 - g * kGroupTiles);
     for (int t = 0; t < tiles; t++) {
       raw[t] = keys.get(g * kGroupTiles + t, s.raw + t * raw_tile_bytes(dims));
-      if (Kernel::kScalesValues) memcpy(s.v_scale + t * kTile, raw[t].v_scale, kTile * 4);
+      if (kernel.v_scale_unit != 0)
+        for (int i = 0; i < kTile; i++) s.v_scale[t * kTile + i] = raw[t].v_scale[i] * kernel.v_scale_unit;
     }
-    Kernel::scores(raw, tiles, unit.rows, dims, s);
-    auto* weights = (typename Kernel::Weight*)s.weights;
+    kernel.scores(raw, tiles, unit.rows, dims, s);
+    const float* v_scale = kernel.v_scale_unit != 0 ? s.v_scale : nullptr;
     for (int r = 0; r < unit.rows; r++)
-      s.factor[r] = softmax_group(s.scores + r * kGroupKeys, g * kGroupKeys, low(r), position(r), softmax,
-                                  Kernel::kScalesValues ? s.v_scale : nullptr, s.part_state[r],
-                                  weights + r * kGroupKeys);
-    Kernel::values(raw, tiles, unit.rows, dims, s);
+      s.factor[r] = kernel.bf16_weights ? soften(r, g, v_scale, (bf16*)s.weights) : soften(r, g, v_scale, (float*)s.weights);
+    kernel.values(raw, tiles, unit.rows, dims, s);
+  }
+  template <class W> float soften(int r, int g, const float* v_scale, W* weights) {
+    return softmax_group(s.scores + r * kGroupKeys, g * kGroupKeys, low(r), position(r), softmax, v_scale,
+                         s.part_state[r], weights + r * kGroupKeys);
   }
 
   // Into L2 only: L1 has too few fill buffers for a whole group on its way.
@@ -224,8 +235,7 @@ template <class Kernel> struct UnitWalk {
   }
 };
 
-template <class Kernel>
-static void attend_with(StepContext& ctx, const KvLayout& layout, int layer, int thread) {
+static void attend_with(StepContext& ctx, const TileKernel& kernel, const KvLayout& layout, int layer, int thread) {
   auto* plan = ctx.plan.as<AttentionPlan>();
   AttentionScratch s;
   carve_scratch(ctx.scratch.as<uint8_t>() + thread * plan->scratch_bytes, layout.dims, s);
@@ -236,7 +246,7 @@ static void attend_with(StepContext& ctx, const KvLayout& layout, int layer, int
     const int begin = task.part * unit.splits_per_part;
     const int end = std::min(unit.splits, begin + unit.splits_per_part);
     for (int head = unit.head0; head < unit.head0 + unit.heads; head++) {
-      UnitWalk<Kernel> walk(ctx, layout, unit, s, softmax, layer, head);
+      UnitWalk walk(ctx, kernel, layout, unit, s, softmax, layer, head);
       walk.load_queries();
       if (unit.parts == 1) walk.start_total();
       for (int split = begin; split < end; split++) {
@@ -249,7 +259,7 @@ static void attend_with(StepContext& ctx, const KvLayout& layout, int layer, int
     if (unit.parts == 1 || unit.left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
     unit.left.store(unit.parts, std::memory_order_relaxed);  // for the next layer; a barrier lies between
     for (int head = unit.head0; head < unit.head0 + unit.heads; head++)
-      UnitWalk<Kernel>(ctx, layout, unit, s, softmax, layer, head).merge_saved();
+      UnitWalk(ctx, kernel, layout, unit, s, softmax, layer, head).merge_saved();
   }
 }
 
@@ -262,16 +272,23 @@ static int64_t kv_block_bytes(const oct_spec* spec, int32_t block_size, int32_t 
   return KvLayout(*spec, block_size, dtype).block_bytes;
 }
 
+static const TileKernel& tile_kernel(int dtype, bool bf16_compute) {
+  static const TileKernel f32[] = {f32_kernel<OCT_F32>(), f32_kernel<OCT_BF16>(),   f32_kernel<OCT_F16>(),
+                                   f32_kernel<OCT_I8>(),  f32_kernel<OCT_F8E4M3>(), f32_kernel<OCT_F8E5M2>()};
+#if defined(__AVX512BF16__)
+  static const TileKernel i8 = int8_kernel(), e4m3 = bf16_kernel<OCT_F8E4M3>(), e5m2 = bf16_kernel<OCT_F8E5M2>(),
+                          bf16 = bf16_kernel<OCT_BF16>();
+  if (bf16_compute && dtype == OCT_BF16) return bf16;
+  if (bf16_compute && dtype == OCT_I8) return i8;
+  if (bf16_compute && dtype == OCT_F8E4M3) return e4m3;
+  if (bf16_compute && dtype == OCT_F8E5M2) return e5m2;
+#endif
+  return f32[dtype];
+}
+
 static void attend(StepContext& ctx, int layer, int thread) {
   const KvLayout layout(ctx.spec(), ctx.kv->block_size, ctx.kv->dtype);
-  switch (ctx.kv->dtype) {
-    case OCT_F32: return attend_with<F32Kernel<OCT_F32>>(ctx, layout, layer, thread);
-    case OCT_BF16: return attend_with<F32Kernel<OCT_BF16>>(ctx, layout, layer, thread);
-    case OCT_F16: return attend_with<F32Kernel<OCT_F16>>(ctx, layout, layer, thread);
-    case OCT_I8: return attend_with<F32Kernel<OCT_I8>>(ctx, layout, layer, thread);
-    case OCT_F8E4M3: return attend_with<F32Kernel<OCT_F8E4M3>>(ctx, layout, layer, thread);
-    case OCT_F8E5M2: return attend_with<F32Kernel<OCT_F8E5M2>>(ctx, layout, layer, thread);
-  }
+  attend_with(ctx, tile_kernel(ctx.kv->dtype, ctx.bf16_compute()), layout, layer, thread);
 }
 
 }  // namespace OCT_ISA

@@ -14,7 +14,7 @@ struct RawTile { const uint8_t *k, *v; const float *k_scale, *v_scale; };
 // Per-thread memory of a task.
 struct AttentionScratch {
   void* query;            // [kUnitRows][dims] in the kernel's type
-  float* query_scale;     // [kUnitRows]
+  float* query_scale;     // [kUnitRows], for int8 queries
   float* scores;          // [kUnitRows][64]
   void* weights;          // [kUnitRows][64] in the kernel's type
   float* factor;          // [kUnitRows]
@@ -66,71 +66,97 @@ static void values_f32(const float* weights, const float* const* v, int tiles, i
     OCT_UNROLL for (int i = 0; i < kVectors; i++) store(out + r * dims + d + i * kLanes, acc[r][i]);
 }
 
-template <int kDtype> struct F32Kernel {
-  typedef float Weight;
-  // Tile shape by registers: 32 of 16 lanes, 16 of 8, 16 (SSE) or 32 (NEON) of 4.
-  static constexpr int kTiles = kLanes == 16 ? 4 : 1;
-  static constexpr int kRows = kLanes == 4 ? 2 : 4;
-  static constexpr int kVectors = kLanes == 16 ? 4 : 2;
-  static constexpr bool kScalesValues = false;  // v_scale is applied when a tile is unpacked
+// How tiles are multiplied: chosen by instruction set, compute type and KV dtype (attention.h).
+struct TileKernel {
+  // Takes a query of `size` values in the compute type into row `row` of the scratch, zeros up to dims.
+  void (*load_query)(const void* q, bool bf16_compute, int size, int dims, int row, AttentionScratch& s);
+  // s.scores = s.query . K, raw; s.part = s.part * s.factor + s.weights . V. Up to four tiles.
+  void (*scores)(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s);
+  void (*values)(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s);
+  bool bf16_weights;   // weights as bf16, else f32
+  float v_scale_unit;  // not 0: the weights take the values' scales, times this
+  void (*begin)(int rows) = nullptr;  // before the first call for a unit
+};
 
-  static void load_query(const StepContext& ctx, const void* q, int size, int dims, int row, AttentionScratch& s) {
-    float* out = (float*)s.query + row * dims;
-    for (int i = 0; i < size; i++) out[i] = ctx.bf16_compute() ? bf16_to_float(((const bf16*)q)[i]) : ((const float*)q)[i];
-    for (int i = size; i < dims; i++) out[i] = 0;
-  }
+// Tile shape by registers: 32 of 16 lanes, 16 of 8, 16 (SSE) or 32 (NEON) of 4.
+constexpr int kF32Tiles = kLanes == 16 ? 4 : 1;
+constexpr int kF32Rows = kLanes == 4 ? 2 : 4;
+constexpr int kF32Vectors = kLanes == 16 ? 4 : 2;
 
-  static const float* k_tile(int t, int dims, const RawTile& raw, const AttentionScratch& s) {
-    return kDtype == OCT_F32 ? (const float*)raw.k : (const float*)s.k_tiles + t * kTile * dims;
-  }
-  static const float* v_tile(int t, int dims, const RawTile& raw, const AttentionScratch& s) {
-    return kDtype == OCT_F32 ? (const float*)raw.v : (const float*)s.v_tiles + t * kTile * dims;
-  }
+static void load_query_f32(const void* q, bool bf16_compute, int size, int dims, int row, AttentionScratch& s) {
+  float* out = (float*)s.query + row * dims;
+  for (int i = 0; i < size; i++) out[i] = bf16_compute ? bf16_to_float(((const bf16*)q)[i]) : ((const float*)q)[i];
+  for (int i = size; i < dims; i++) out[i] = 0;
+}
 
-  static void unpack(int t, int dims, const RawTile& raw, AttentionScratch& s) {
-    if (kDtype == OCT_F32) return;
-    constexpr int kGroup = kDtype == OCT_I8 ? 4 : 2;
-    float *k = (float*)s.k_tiles + t * kTile * dims, *v = (float*)s.v_tiles + t * kTile * dims;
-    unpack_f32<kDtype>(raw.k, dims / kGroup, kTile, k);
-    unpack_f32<kDtype>(raw.v, kTile / kGroup, dims, v);
-    if (kDtype != OCT_I8) return;
+static __attribute__((noinline)) void scores_f32_tiles(const float* const* k, int tiles, int rows, int dims,
+                                                       AttentionScratch& s) {
+  for (int t = 0; t < tiles; t += kF32Tiles) {
+    const float* tile[kF32Tiles];
+    for (int i = 0; i < kF32Tiles; i++) tile[i] = k[t + i < tiles ? t + i : t];  // what a missing one gives is masked
+    const float* q = (const float*)s.query;
+    float* out = s.scores + t * kTile;
+    int r = 0;
+    for (; r + kF32Rows <= rows; r += kF32Rows)
+      scores_f32<kF32Rows, kF32Tiles>(q + r * dims, tile, dims, out + r * kGroupKeys);
+    for (; r < rows; r++) scores_f32<1, kF32Tiles>(q + r * dims, tile, dims, out + r * kGroupKeys);
+  }
+}
+
+template <int kVectors>
+static void values_f32_dims(const float* const* v, int tiles, int rows, int dims, int d, AttentionScratch& s) {
+  const float* w = (const float*)s.weights;
+  int r = 0;
+  for (; r + kF32Rows <= rows; r += kF32Rows)
+    values_f32<kF32Rows, kVectors>(w + r * kGroupKeys, v, tiles, dims, d, s.factor + r, s.part + r * dims);
+  for (; r < rows; r++)
+    values_f32<1, kVectors>(w + r * kGroupKeys, v, tiles, dims, d, s.factor + r, s.part + r * dims);
+}
+static __attribute__((noinline)) void values_f32_tiles(const float* const* v, int tiles, int rows, int dims,
+                                                       AttentionScratch& s) {
+  int d = 0;
+  for (; d + kF32Vectors * kLanes <= dims; d += kF32Vectors * kLanes)
+    values_f32_dims<kF32Vectors>(v, tiles, rows, dims, d, s);
+  for (; d < dims; d += kLanes) values_f32_dims<1>(v, tiles, rows, dims, d, s);
+}
+
+template <int kDtype> static void scores_f32_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
+  constexpr int kGroup = kDtype == OCT_I8 ? 4 : 2;
+  const float* k[kGroupTiles];
+  for (int t = 0; t < tiles; t++) {
+    if (kDtype == OCT_F32) {
+      k[t] = (const float*)raw[t].k;
+      continue;
+    }
+    float* out = (float*)s.k_tiles + t * kTile * dims;
+    k[t] = out;
+    unpack_f32<kDtype>(raw[t].k, dims / kGroup, kTile, out);
+    if (kDtype != OCT_I8) continue;
     for (int d = 0; d < dims; d++)
       OCT_UNROLL for (int i = 0; i < kTile; i += kLanes)
-        store(k + d * kTile + i, load(k + d * kTile + i) * load(raw.k_scale + i));
-    for (int token = 0; token < kTile; token++)
-      for (int d = 0; d < dims; d += kLanes)
-        store(v + token * dims + d, load(v + token * dims + d) * splat(raw.v_scale[token]));
+        store(out + d * kTile + i, load(out + d * kTile + i) * load(raw[t].k_scale + i));
   }
+  scores_f32_tiles(k, tiles, rows, dims, s);
+}
 
-  static void scores(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
-    for (int t = 0; t < tiles; t++) unpack(t, dims, raw[t], s);
-    for (int t = 0; t < tiles; t += kTiles) {
-      const float* k[kTiles];
-      for (int i = 0; i < kTiles; i++) k[i] = k_tile(t + i < tiles ? t + i : t, dims, raw[t + i < tiles ? t + i : t], s);
-      const float* q = (const float*)s.query;
-      float* out = s.scores + t * kTile;
-      int r = 0;
-      for (; r + kRows <= rows; r += kRows) scores_f32<kRows, kTiles>(q + r * dims, k, dims, out + r * kGroupKeys);
-      for (; r < rows; r++) scores_f32<1, kTiles>(q + r * dims, k, dims, out + r * kGroupKeys);
+template <int kDtype> static void values_f32_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
+  constexpr int kGroup = kDtype == OCT_I8 ? 4 : 2;
+  const float* v[kGroupTiles];
+  for (int t = 0; t < tiles; t++) {
+    if (kDtype == OCT_F32) {
+      v[t] = (const float*)raw[t].v;
+      continue;
     }
+    float* out = (float*)s.v_tiles + t * kTile * dims;
+    v[t] = out;
+    unpack_f32<kDtype>(raw[t].v, kTile / kGroup, dims, out);
   }
+  values_f32_tiles(v, tiles, rows, dims, s);
+}
 
-  template <int kN> static void values_at(const float* const* v, int tiles, int rows, int dims, int d,
-                                          AttentionScratch& s) {
-    const float* w = (const float*)s.weights;
-    int r = 0;
-    for (; r + kRows <= rows; r += kRows)
-      values_f32<kRows, kN>(w + r * kGroupKeys, v, tiles, dims, d, s.factor + r, s.part + r * dims);
-    for (; r < rows; r++) values_f32<1, kN>(w + r * kGroupKeys, v, tiles, dims, d, s.factor + r, s.part + r * dims);
-  }
-  static void values(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
-    const float* v[kGroupTiles];
-    for (int t = 0; t < tiles; t++) v[t] = v_tile(t, dims, raw[t], s);
-    int d = 0;
-    for (; d + kVectors * kLanes <= dims; d += kVectors * kLanes) values_at<kVectors>(v, tiles, rows, dims, d, s);
-    for (; d < dims; d += kLanes) values_at<1>(v, tiles, rows, dims, d, s);
-  }
-};
+template <int kDtype> constexpr TileKernel f32_kernel() {
+  return {load_query_f32, scores_f32_of<kDtype>, values_f32_of<kDtype>, false, kDtype == OCT_I8 ? 1.0f : 0.0f};
+}
 
 }  // namespace OCT_ISA
 }  // namespace octavo

@@ -79,11 +79,18 @@ static float encode(const float* x, int dims, int dtype, void* out) {
 // ---------------------------------------------------------------- reading
 // f16 bits in the low half of each lane. The lanes' high halves must be zero.
 OCT_INLINE vf f16_lanes(vu h) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(0xffff, (__m256i)__builtin_convertvector(h, vh));
+#elif defined(__AVX2__)
+  __m256i half = (__m256i)h;
+  return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+#else
   vu mag = h & 0x7fffu;
   vf f = (vf)(mag << 13) * splat(0x1p112f);
   vu special = (vu)(mag >= 0x7c00u);
   vu bits = (special & (0x7f800000u | (mag & 0x3ffu) << 13)) | (~special & (vu)f);
   return (vf)(bits | (h & 0x8000u) << 16);
+#endif
 }
 // fp8 bits in the low byte of each lane.
 template <int kDtype> OCT_INLINE vf f8_lanes(vu b) {

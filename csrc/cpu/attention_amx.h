@@ -1,0 +1,113 @@
+// Tile products in AMX registers: 16 query rows at a time, the cache's tiles as they lie are the second operand.
+//
+// The arithmetic of a row doesn't depend on how many rows a register holds, so decode (few rows) and prefill agree.
+#pragma once
+#include "attention_f32.h"
+
+#if defined(__AMX_TILE__)
+namespace octavo {
+namespace OCT_ISA {
+
+// Registers: 0-3 results; 4 queries (32 dims), 5 keys (32 dims); 6 queries (16 dims) or weights (16 tokens), 7 keys
+// (16 dims) or values (16 tokens).
+struct alignas(64) AmxConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+static void configure_amx(int rows) {
+  AmxConfig config;
+  const int n = rows < 16 ? rows : 16;  // more rows go in blocks of 16; the last one may run over into unused rows
+  const int bytes[8] = {64, 64, 64, 64, 64, 64, 32, 64}, lines[8] = {n, n, n, n, n, 16, n, 8};
+  for (int i = 0; i < 8; i++) config.bytes[i] = (uint16_t)bytes[i], config.rows[i] = (uint8_t)lines[i];
+  _tile_loadconfig(&config);
+}
+
+template <int kTiles> static void scores_amx_tiles(const bf16* q, const uint8_t* const* k, int dims, float* scores) {
+  asm volatile("" ::: "memory");  // the tile loads don't tell the compiler what they read
+  _tile_zero(0);
+  if (kTiles > 1) _tile_zero(1);
+  if (kTiles > 2) _tile_zero(2);
+  if (kTiles > 3) _tile_zero(3);
+  int d = 0;
+  for (; d + 32 <= dims; d += 32) {
+    _tile_loadd(4, q + d, dims * 2);
+#define OCT_STEP(t)                        \
+  if (kTiles > t) {                        \
+    _tile_loadd(5, k[t] + d * kTile * 2, 64); \
+    _tile_dpbf16ps(t, 4, 5);               \
+  }
+    OCT_STEP(0) OCT_STEP(1) OCT_STEP(2) OCT_STEP(3)
+#undef OCT_STEP
+  }
+  if (d < dims) {
+    _tile_loadd(6, q + d, dims * 2);
+#define OCT_STEP(t)                        \
+  if (kTiles > t) {                        \
+    _tile_loadd(7, k[t] + d * kTile * 2, 64); \
+    _tile_dpbf16ps(t, 6, 7);               \
+  }
+    OCT_STEP(0) OCT_STEP(1) OCT_STEP(2) OCT_STEP(3)
+#undef OCT_STEP
+  }
+  _tile_stored(0, scores, kGroupKeys * 4);
+  if (kTiles > 1) _tile_stored(1, scores + kTile, kGroupKeys * 4);
+  if (kTiles > 2) _tile_stored(2, scores + 2 * kTile, kGroupKeys * 4);
+  if (kTiles > 3) _tile_stored(3, scores + 3 * kTile, kGroupKeys * 4);
+}
+
+static void scores_amx(const uint8_t* const* k, int tiles, int rows, int dims, AttentionScratch& s) {
+  for (int r = 0; r < rows; r += 16) {
+    const bf16* q = (const bf16*)s.query + r * dims;
+    float* out = s.scores + r * kGroupKeys;
+    switch (tiles) {
+      case 1: scores_amx_tiles<1>(q, k, dims, out); break;
+      case 2: scores_amx_tiles<2>(q, k, dims, out); break;
+      case 3: scores_amx_tiles<3>(q, k, dims, out); break;
+      default: scores_amx_tiles<4>(q, k, dims, out);
+    }
+  }
+}
+
+// 16 * kWide dims of up to 16 rows: out += weights . V.
+template <int kWide>
+static void values_amx_dims(const bf16* weights, const uint8_t* const* v, int tiles, int dims, int d, float* out) {
+  asm volatile("" ::: "memory");
+  _tile_loadd(0, out + d, dims * 4);
+  if (kWide > 1) _tile_loadd(1, out + d + 16, dims * 4);
+  if (kWide > 2) _tile_loadd(2, out + d + 32, dims * 4);
+  if (kWide > 3) _tile_loadd(3, out + d + 48, dims * 4);
+  for (int t = 0; t < tiles; t++) {
+    _tile_loadd(6, weights + t * kTile, kGroupKeys * 2);
+#define OCT_STEP(i)                                   \
+  if (kWide > i) {                                    \
+    _tile_loadd(7, v[t] + (d + i * 16) * 4, dims * 4); \
+    _tile_dpbf16ps(i, 6, 7);                          \
+  }
+    OCT_STEP(0) OCT_STEP(1) OCT_STEP(2) OCT_STEP(3)
+#undef OCT_STEP
+  }
+  _tile_stored(0, out + d, dims * 4);
+  if (kWide > 1) _tile_stored(1, out + d + 16, dims * 4);
+  if (kWide > 2) _tile_stored(2, out + d + 32, dims * 4);
+  if (kWide > 3) _tile_stored(3, out + d + 48, dims * 4);
+}
+
+static void values_amx(const uint8_t* const* v, int tiles, int rows, int dims, AttentionScratch& s) {
+  for (int r = 0; r < rows; r++)
+    if (s.factor[r] != 1.0f)
+      for (int d = 0; d < dims; d += kLanes)
+        store(s.part + r * dims + d, load(s.part + r * dims + d) * splat(s.factor[r]));
+  for (int r = 0; r < rows; r += 16) {
+    const bf16* w = (const bf16*)s.weights + r * kGroupKeys;
+    float* out = s.part + r * dims;
+    int d = 0;
+    for (; d + 64 <= dims; d += 64) values_amx_dims<4>(w, v, tiles, dims, d, out);
+    for (; d < dims; d += 16) values_amx_dims<1>(w, v, tiles, dims, d, out);
+  }
+}
+
+}  // namespace OCT_ISA
+}  // namespace octavo
+#endif
