@@ -301,7 +301,8 @@ class Option:
         return value
 
     def _refuse(self, raw: Any, place: str, problem: str) -> NoReturn:
-        shown = "***" if self.secret else repr(raw) if not isinstance(raw, str) else raw[:80]
+        shown = "***" if self.secret else raw if isinstance(raw, str) and raw.isprintable() else repr(raw)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise ConfigError(f"{place} {shown}: {problem}")
 
 
