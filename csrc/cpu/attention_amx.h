@@ -21,6 +21,7 @@ static void configure_amx(int rows) {
   const int n = rows < 16 ? rows : 16;  // more rows go in blocks of 16; the last one may run over into unused rows
   const int bytes[8] = {64, 64, 64, 64, 64, 64, 32, 64}, lines[8] = {n, n, n, n, n, 16, n, 8};
   for (int i = 0; i < 8; i++) config.bytes[i] = (uint16_t)bytes[i], config.rows[i] = (uint8_t)lines[i];
+  asm volatile("" ::"r"(&config) : "memory");  // GCC takes the next line for a read of 8 bytes and drops the rest
   _tile_loadconfig(&config);
 }
 
