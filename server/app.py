@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from engine.client import EngineClient
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from server import chat, completions, protocol, status, tokens
+from server import chat, completions, protocol, responses, responses_wire, status, tokens
 from server.errors import HTTPError
 from server.gate import Gate
 from server.openapi import document
@@ -46,6 +46,11 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", status.get_model),
     Route("POST", "/v1/chat/completions", chat.chat_completions, protocol.ChatRequest, streams=True),
     Route("POST", "/v1/completions", completions.completions, protocol.CompletionRequest, streams=True),
+    Route("POST", "/v1/responses", responses.create_response, responses_wire.ResponsesRequest, streams=True),
+    Route("GET", "/v1/responses/{id}", responses.get_response),
+    Route("DELETE", "/v1/responses/{id}", responses.delete_response),
+    Route("POST", "/v1/responses/{id}/cancel", responses.cancel_response),
+    Route("GET", "/v1/responses/{id}/input_items", responses.list_input_items),
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest),
     Route("GET", "/health", status.health),

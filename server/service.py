@@ -27,6 +27,7 @@ from server.generate import Generation, TextOptions, Usage
 from server.metrics import Metrics
 from server.parsers import OutputSyntax
 from server.protocol import HOSTED_ONLY, GenerationRequest, refuse_unsupported
+from server.responses_store import ResponseStore
 from server.settings import ServerSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -52,6 +53,7 @@ class Service:
         self.created = int(time.time())
         self._fingerprint = ""
         self.model = settings.served_model_names[0]
+        self.responses = ResponseStore()
         self.key_limits = KeyLimits(settings.api_keys)
         build = {"version": version, **settings.extra_labels}
         self.metrics = Metrics(client, self.model, build, aliases=settings.vllm_metric_aliases)
@@ -83,12 +85,18 @@ class Service:
         if name not in self.settings.served_model_names:
             raise NotFound(f"the model {name[:100]!r} is not served here", param="model", code="model_not_found")
 
-    async def read(self, request: Request, kind: type[T]) -> tuple[T, dict[str, Any]]:
-        """The checked body and the same as plain JSON. Unknown and ineffective fields go to a response header."""
+    async def read(
+        self, request: Request, kind: type[T], effective: frozenset[str] = frozenset()
+    ) -> tuple[T, dict[str, Any]]:
+        """The checked body and the same as plain JSON. Unknown and ineffective fields go to a response header.
+
+        `effective`: names that have an effect here, though they have none in chat.
+        """
         raw = await read_object(request)
         refuse_unsupported(raw)
         wire = convert(raw, kind)
-        ignored = [*unknown_fields(raw, kind), *(name for name in raw if name in HOSTED_ONLY and raw[name] is not None)]
+        without_effect = HOSTED_ONLY - effective
+        ignored = [*unknown_fields(raw, kind), *(n for n in raw if n in without_effect and raw[n] is not None)]
         if ignored:
             names = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in dict.fromkeys(ignored)]
             exchange_of(request).headers["x-octavo-ignored-fields"] = ", ".join(names[:32])

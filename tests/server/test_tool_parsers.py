@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 
@@ -59,7 +60,7 @@ def parsed(family: str, text: str, cuts: tuple[int, ...] = (), **options: object
     made = parser(family, **options)  # type: ignore[arg-type]
     deltas: list[OutputDelta] = []
     borders = [0, *sorted({c % (len(text) + 1) for c in cuts}), len(text)]
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         deltas += made.push(text[start:end])
     return joined(deltas + made.finish())
 
