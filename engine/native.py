@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ import numpy.typing as npt
 
 from engine.errors import ConfigError, RequestFailed
 from engine.model.spec import DecoderSpec
+
+log = logging.getLogger("octavo.native")
 
 PACKAGED = Path(__file__).resolve().parent / "_kernels.so"
 
@@ -174,12 +177,17 @@ def library() -> ctypes.CDLL:
 
 
 def library_path() -> Path:
-    """The packaged library when it is up to date, else one in the user's cache, compiled now if need be."""
+    """The packaged library, else one in the user's cache, compiled now if need be.
+
+    A packaged library older than the sources is still used, with a warning: who edits kernels builds them.
+    """
     from csrc import build
 
     printed = build.fingerprint()
     fingerprint = build.fingerprint_file(PACKAGED)
-    if PACKAGED.exists() and fingerprint.exists() and fingerprint.read_text() == printed:
+    if PACKAGED.exists():
+        if not fingerprint.exists() or fingerprint.read_text() != printed:
+            log.warning("%s is older than csrc/cpu: `python -m csrc.build` brings it up to date", PACKAGED.name)
         return PACKAGED
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "kernels"
     try:
