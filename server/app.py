@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from engine.client import EngineClient
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from server import chat, completions, protocol, responses, responses_wire, status, tokens
+from server import chat, completions, embeddings, protocol, responses, responses_wire, status, tokens
 from server.errors import HTTPError
 from server.gate import Gate
 from server.openapi import document
@@ -51,6 +51,9 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{id}", responses.delete_response),
     Route("POST", "/v1/responses/{id}/cancel", responses.cancel_response),
     Route("GET", "/v1/responses/{id}/input_items", responses.list_input_items),
+    Route("POST", "/v1/embeddings", embeddings.create_embeddings, embeddings.EmbeddingsRequest),
+    Route("POST", "/v1/score", embeddings.score, embeddings.ScoreRequest),
+    Route("POST", "/v1/rerank", embeddings.rerank, embeddings.RerankRequest),
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest),
     Route("GET", "/health", status.health),

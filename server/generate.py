@@ -179,6 +179,7 @@ class Generation:
     options: TextOptions
     usage: Usage = field(default_factory=Usage)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: bytes = b""  # float32, little-endian: the whole answer to a pooling request
     _deltas: AsyncIterator[Delta] | None = None
     _first: Delta | None = None
 
@@ -212,6 +213,7 @@ class Generation:
             raise
         self.usage.prompt_tokens = len(self.request.prompt)
         self.prompt_logprobs = first.prompt_logprobs
+        self.embedding = first.embedding
         self._first = first
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:

@@ -93,7 +93,7 @@ class Service:
         `effective`: names that have an effect here, though they have none in chat.
         """
         raw = await read_object(request)
-        refuse_unsupported(raw)
+        refuse_unsupported({name: raw[name] for name in unknown_fields(raw, kind)})
         wire = convert(raw, kind)
         without_effect = HOSTED_ONLY - effective
         ignored = [*unknown_fields(raw, kind), *(n for n in raw if n in without_effect and raw[n] is not None)]
