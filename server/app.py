@@ -18,7 +18,18 @@ from starlette.staticfiles import StaticFiles
 from engine.client import EngineClient
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from server import chat, completions, embeddings, protocol, responses, responses_wire, status, tokens
+from server import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    messages_wire,
+    protocol,
+    responses,
+    responses_wire,
+    status,
+    tokens,
+)
 from server.errors import HTTPError
 from server.gate import Gate
 from server.openapi import document
@@ -54,6 +65,8 @@ ROUTES = (
     Route("POST", "/v1/embeddings", embeddings.create_embeddings, embeddings.EmbeddingsRequest),
     Route("POST", "/v1/score", embeddings.score, embeddings.ScoreRequest),
     Route("POST", "/v1/rerank", embeddings.rerank, embeddings.RerankRequest),
+    Route("POST", "/v1/messages", messages.create_message, messages_wire.MessagesRequest, streams=True),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens, messages_wire.CountTokensRequest),
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest),
     Route("GET", "/health", status.health),
