@@ -13,24 +13,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.core.plan import (
-    LAST_SAMPLED,
-    Geometry,
-    KVOp,
-    Plan,
-    Result,
-    Row,
-    RowResult,
-    Sampled,
-    SlotParams,
-)
+from engine.core.plan import LAST_SAMPLED, Geometry, KVOp, Plan, Result, Row, RowResult, Sampled, SlotParams
 from engine.errors import RequestFailed
 
 EMPTY = -7  # a KV entry that was never written
+NEVER = lambda token: False  # noqa: E731
 
 
-def next_token(history: Sequence[int], seed: int, choice: int, vocab: int, banned: Callable[[int], bool]) -> int:
-    """What the model samples after `history`: greedy in nothing, the same for ever."""
+def next_token(
+    history: Sequence[int], seed: int, choice: int, vocab: int, banned: Callable[[int], bool] = NEVER
+) -> int:
+    """What the model samples after `history`: always the same."""
     draw = zlib.crc32(struct.pack(f"<QI{len(history)}i", seed & (2**64 - 1), choice, *history))
     for shift in range(vocab):
         token = (draw + shift) % vocab
@@ -39,11 +32,17 @@ def next_token(history: Sequence[int], seed: int, choice: int, vocab: int, banne
     raise AssertionError("every token is banned")
 
 
-def alternatives(history: Sequence[int], vocab: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The most likely continuations with logprobs that never rise; no seed plays a part."""
+def alternatives(history: Sequence[int], vocab: int) -> tuple[tuple[int, float], ...]:
+    """Every continuation with its logprob, most likely first; no seed plays a part."""
     draw = zlib.crc32(struct.pack(f"<{len(history)}i", *history))
-    first = draw % vocab
-    return tuple(((first + i) % vocab, -0.1 - 0.3 * i - (draw >> 8) % 7 / 10) for i in range(min(count, vocab)))
+    return tuple(((draw + i) % vocab, -0.1 - 0.3 * i - (draw >> 8) % 7 / 10) for i in range(vocab))
+
+
+def scored(history: Sequence[int], vocab: int, token: int, top: int) -> Sampled:
+    """`token` after `history`, as the worker reports it."""
+    every = alternatives(history, vocab)
+    rank = next(n for n, (other, _) in enumerate(every, 1) if other == token)
+    return Sampled(token, every[rank - 1][1], rank, every[:top])
 
 
 class Slot:
@@ -58,41 +57,52 @@ class Slot:
 
 
 class ShadowExecutor:
-    """An Executor over token ids. `fail_at`: steps that raise. `shared`: which device blocks may not be written."""
+    """An Executor over token ids. With `geometry.pages_per_slot` its device is address ranges, mapped page by page."""
 
-    def __init__(self, geometry: Geometry, *, rows: int = 0, pages_per_row: int = 0) -> None:
+    def __init__(self, geometry: Geometry, before: ShadowExecutor | None = None) -> None:
+        """`before`: an executor that died; its disk is still there."""
         self.geometry = geometry
         self.size = geometry.block_size
-        virtual = rows * pages_per_row
-        self.device = [[EMPTY] * self.size for _ in range(virtual or geometry.num_blocks)]
-        self.mapped = [not virtual] * len(self.device)
-        self.pages_per_row = pages_per_row
+        self.pages = geometry.pages_per_slot
+        blocks = self.pages * geometry.max_num_seqs or geometry.num_blocks
+        self.device = [[EMPTY] * self.size for _ in range(blocks)]
+        self.mapped = [not self.pages] * blocks
         self.host = [[EMPTY] * self.size for _ in range(geometry.host_blocks)]
-        self.disk = [[EMPTY] * self.size for _ in range(geometry.disk_blocks)]
+        self.disk = [[EMPTY] * self.size for _ in range(geometry.disk_blocks)] if before is None else before.disk
+        self.disk_keys: dict[int, bytes] = {} if before is None else before.disk_keys
         self.slots: dict[int, Slot] = {}
         self.results: deque[Result | None] = deque()
-        self.fail_at: set[int] = set()
+        self.fail_next = 0  # so many steps raise, and do nothing of what they were asked
         self.may_write: Callable[[int], bool] = lambda block: True
+        self.broken: AssertionError | None = None
         self.plans: list[Plan] = []
         self.keep_plans = False
         self.copy_s_per_block = 1e-6
         self.compute_s_per_token = 1e-4
-        self.peak_mapped = 0
 
     def start(self) -> Geometry:
         return self.geometry
 
     def submit(self, plan: Plan) -> None:
+        try:
+            self._submit(plan)
+        except AssertionError as error:
+            self.broken = error  # the engine takes it for a step that failed and goes on; a test must not
+            raise
+
+    def _submit(self, plan: Plan) -> None:
         assert len(self.results) < 2, "at most two steps in flight"
         assert plan.rows, "a plan without rows is no step"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "one row a slot"
         if self.keep_plans:
             self.plans.append(plan)
-        if plan.step in self.fail_at:
-            self.results.append(None)  # a step that raises may have done nothing of what it was asked
+        if self.fail_next or None in self.results:
+            self.fail_next = max(0, self.fail_next - 1)
+            self.results.append(None)
             return
         for op in plan.ops:
             self._move(op)
+        self.disk_keys.update(plan.disk_keys)
         for slot, params in plan.slots:
             self.slots[slot] = Slot(params)
         rows = tuple(self._row(row) for row in plan.rows)
@@ -119,7 +129,8 @@ class ShadowExecutor:
     def _move(self, op: KVOp) -> None:
         match op.kind:
             case "copy":
-                assert self.mapped[op.src] and self.mapped[op.dst], "both pages of a copy are mapped"
+                assert self.mapped[op.src], "a page that is copied has memory"
+                assert self.mapped[op.dst], "a page that is copied to has memory"
                 self.device[op.dst] = list(self.device[op.src])
             case "out":
                 self.host[op.dst] = list(self.device[op.src])
@@ -127,81 +138,77 @@ class ShadowExecutor:
                 self.device[op.dst] = list(self.host[op.src])
             case "disk_out":
                 self.disk[op.dst] = list(self.host[op.src])
+                self.disk_keys.pop(op.dst, None)
             case "disk_in":
                 self.host[op.dst] = list(self.disk[op.src])
             case "map" | "unmap":
-                page = op.src * self.pages_per_row + op.dst
-                assert self.mapped[page] == (op.kind == "unmap"), f"{op} of a page that is so already"
+                assert 0 <= op.dst < self.pages, "a page of another slot"
+                page = op.src * self.pages + op.dst
+                assert op.kind == "unmap" or not self.mapped[page], f"{op} of a page that has memory"
                 self.mapped[page] = op.kind == "map"
                 self.device[page] = [EMPTY] * self.size
-                self.peak_mapped = max(self.peak_mapped, sum(self.mapped))
                 assert sum(self.mapped) <= self.geometry.num_blocks, "more pages are mapped than there are"
 
     def _row(self, row: Row) -> RowResult:
         slot = self.slots[row.slot]
-        params = slot.params
         if row.table:
             slot.table[row.table_start :] = row.table
         tokens = [slot.last if token == LAST_SAMPLED else token for token in row.tokens]
-        assert tokens and min(tokens) >= 0, "a row computes tokens"
-        known = len(slot.table) * self.size
-        assert row.start + len(tokens) <= known, "the table covers the row"
+        assert tokens, "a row computes tokens"
+        assert min(tokens) >= 0, "a token that nobody knows"
+        end = row.start + len(tokens)
+        assert end <= len(slot.table) * self.size, "the table covers the row"
         for position, token in enumerate(tokens, row.start):
             block = slot.table[position // self.size]
             assert self.mapped[block], "a page is written before it is mapped"
             assert self.may_write(block), f"block {block} is shared and written"
             self.device[block][position % self.size] = token
             slot.tokens[position] = token
-        end = row.start + len(tokens)
         history = [self.device[slot.table[p // self.size]][p % self.size] for p in range(end)]
-        for position in range(end):  # what this slot was given itself; a cached prefix is judged by the result
-            assert slot.tokens.get(position, history[position]) == history[position], "the KV of another token"
         assert EMPTY not in history, "KV that was never computed is read"
-        return self._sample(slot, params, row, history)
+        for position, token in enumerate(history):  # a cached prefix, which the slot wasn't given, the oracle judges
+            assert slot.tokens.get(position, token) == token, "the KV of another token is read"
+        return self._result(slot, row, history)
 
-    def _sample(self, slot: Slot, params: SlotParams, row: Row, history: list[int]) -> RowResult:
+    def _result(self, slot: Slot, row: Row, history: list[int]) -> RowResult:
         vocab = self.geometry.vocab_size
-        scores: list[Sampled] = []
-        for i, target in enumerate(row.targets):
-            top = alternatives(history[: row.start + i + 1], vocab, vocab)
-            rank = next(n for n, (token, _) in enumerate(top, 1) if token == target)
-            scores.append(Sampled(target, top[rank - 1][1], rank, top[: row.score]))
+        scores = tuple(
+            scored(history[: row.start + i + 1], vocab, target, row.score) for i, target in enumerate(row.targets)
+        )
         hidden = b""
         if row.pooling == "mean":
-            slot.sum += sum(history[row.start :]) if row.start else sum(history)
+            slot.sum += sum(history[row.start :])
             hidden = struct.pack("<f", float(slot.sum))
         elif row.pooling:
-            hidden = struct.pack("<f", float(zlib.crc32(struct.pack(f"<{len(history)}i", *history)) % 65536))
+            hidden = last_hidden(history)
         if not row.sample:
-            return RowResult((), tuple(scores), hidden)
-        sampled: list[Sampled] = []
+            return RowResult((), scores, hidden)
         masks = row.masks or (None,) * (row.drafts + 1)
         assert len(masks) == row.drafts + 1, "a mask for each sampled position"
-        for i in range(row.drafts + 1):
-            seen = history[: len(history) - row.drafts + i]
-            if len(seen) > params.prompt_len:
-                assert (
-                    seen[params.prompt_len :][: len(params.output)]
-                    == list(params.output)[: len(seen) - params.prompt_len]
-                ), "the slot's output is not the sequence's"
-            generated = len(seen) - params.prompt_len
-            top = alternatives(seen, vocab, vocab)
-            token = next_token(seen, params.seed, params.choice, vocab, self._banned(params, generated, masks[i]))
-            rank = next(n for n, (other, _) in enumerate(top, 1) if other == token)
-            wanted = row.top if row.top >= 0 else (params.logprobs or 0)
-            sampled.append(Sampled(token, top[rank - 1][1], rank, top[:wanted]))
+        sampled = []
+        for i, mask in enumerate(masks):
+            sampled.append(self._draw(slot.params, row, history[: len(history) - row.drafts + i], mask))
         right = 0
         while right < row.drafts and sampled[right].token == row.tokens[len(row.tokens) - row.drafts + right]:
             right += 1
         slot.last = sampled[right].token
-        return RowResult(tuple(sampled), tuple(scores), hidden)
+        return RowResult(tuple(sampled), scores, hidden)
 
-    def _banned(self, params: SlotParams, generated: int, mask: bytes | None) -> Callable[[int], bool]:
-        early = generated < params.min_tokens
+    def _draw(self, params: SlotParams, row: Row, history: list[int], mask: bytes | None) -> Sampled:
+        output = history[params.prompt_len :]
+        known = min(len(output), len(params.output))
+        assert output[:known] == list(params.output[:known]), "the slot was told another output"
+        early = len(output) < params.min_tokens
 
         def banned(token: int) -> bool:
-            if early and token in params.stop_ids:
-                return True
-            return mask is not None and not mask[token // 8] >> token % 8 & 1
+            forbidden = mask is not None and not mask[token // 8] >> token % 8 & 1
+            return forbidden or (early and token in params.stop_ids)
 
-        return banned
+        token = next_token(history, params.seed, params.choice, self.geometry.vocab_size, banned)
+        wanted = row.top if row.top >= 0 else (params.logprobs or 0)
+        return scored(history, self.geometry.vocab_size, token, wanted)
+
+
+def last_hidden(history: Sequence[int]) -> bytes:
+    """The hidden state of the last token: a function of all of them."""
+    return struct.pack("<f", float(zlib.crc32(struct.pack(f"<{len(history)}i", *history)) % 65536))

@@ -30,13 +30,16 @@ class Limits:
         if len(add.resume) > params.n:
             return f"{len(add.resume)} choices to resume; the request has {params.n}"
         if params.beam_width:
-            return _beam_problem(add)
+            return _beam_problem(add, self.vocab_size)
         return ""
 
 
-def _beam_problem(add: AddRequest) -> str:
+def _beam_problem(add: AddRequest, vocab_size: int) -> str:
     """Beam search ranks raw logprobs: what changes the distribution has no meaning there."""
     params = add.params
+    width = max(params.beam_width, params.n)
+    if 2 * width > vocab_size:
+        return f"{width} beams are too many for a vocabulary of {vocab_size}"
     given = {
         "grammar": params.grammar is not None,
         "logit_bias": bool(params.logit_bias),

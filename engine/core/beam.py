@@ -47,8 +47,8 @@ class BeamSearch:
 
     @property
     def alternatives(self) -> int:
-        """Continuations wanted of each beam: even if one ends in each, enough others are left."""
-        return 2 * self.width
+        """Continuations wanted of each beam: enough that others are left where some end it or may not yet."""
+        return 2 * self.width + (len(self._stops) if self._params.min_tokens else 0)
 
     def advance(self, live: list[Sequence]) -> list[Continuation]:
         """The beams of the next step, best first; [] when the search is over. Every live beam has its `top`."""
@@ -61,7 +61,7 @@ class BeamSearch:
         ]
         candidates.sort(key=lambda c: c[:3], reverse=True)
         going: list[Continuation] = []
-        for place, (cumulative, _, rank, seq, token, logprob) in enumerate(candidates[: self.alternatives]):
+        for place, (cumulative, _, rank, seq, token, logprob) in enumerate(candidates[: 2 * self.width]):
             trail = (*seq.trail, self._entry(seq, logprob, 1 - rank)) if self._params.logprobs is not None else ()
             if token in self._stops:
                 if place < self.width:

@@ -44,9 +44,9 @@ class EngineCore:
         # A proposer guesses from tokens that are known: with it no step is planned ahead.
         self._overlap = 0 if proposer is not None else settings.overlap
         self._costs = Costs(geometry.bytes_per_block, geometry.block_size)
-        self._kv = make_kv(geometry, settings, self._costs)
+        self.kv = make_kv(geometry, settings, self._costs)
         self._scheduler = Scheduler(
-            self._kv, self._costs, geometry, settings, eos_token_ids, constraints, proposer, clock
+            self.kv, self._costs, geometry, settings, eos_token_ids, constraints, proposer, clock
         )
         self._ledger = self._scheduler.ledger
         self._flights: deque[Plan] = deque()
@@ -118,14 +118,14 @@ class EngineCore:
             except Exception:
                 continue
         self._scheduler.fail(failed.step, f"the step failed: {error}")
-        self._kv.check()
+        self.kv.check()
 
     def control(self, command: str, argument: dict[str, str]) -> Any:
         """An operator's command; its answer is JSON-able. Raises InvalidRequest for one that isn't known."""
         if command != "reset_prefix_cache":
             raise InvalidRequest(f"{command!r} is not a command of this engine; it knows reset_prefix_cache")
-        self._kv.reset()
-        return {"blocks_free": self._kv.usage().free}
+        self.kv.reset()
+        return {"blocks_free": self.kv.usage().free}
 
     def close(self) -> None:
         """Let the executor go. Idempotent."""
@@ -135,7 +135,7 @@ class EngineCore:
         """A JSON-able snapshot: "kv" (every block), "requests" (all, and those that ended lately), "request"."""
         match what:
             case "kv":
-                return inspect.memory(self._kv, self.geometry, self._ledger)
+                return inspect.memory(self.kv, self.geometry, self._ledger)
             case "requests":
                 return inspect.requests(self._ledger, self._clock())
             case _:
@@ -143,7 +143,7 @@ class EngineCore:
 
     def stats(self) -> Stats:
         """Counters and gauges now."""
-        scheduler, counters, usage = self._scheduler, self._ledger.counters, self._kv.usage()
+        scheduler, counters, usage = self._scheduler, self._ledger.counters, self.kv.usage()
         return Stats(
             step=self._steps,
             time=self._last_step,

@@ -76,9 +76,10 @@ class Ledger:
         """One delta; a choice's first one says where the request had been."""
         cached, queued = -1, -1.0
         scores: tuple[TokenLogprobs | None, ...] = ()
+        if request.scored and not request.scores_told and len(request.scores) == request.prompt_len:
+            request.scores_told = True
+            scores = tuple(request.scores)
         if choice not in request.told:
-            if request.scored and not request.told:
-                scores = tuple(request.scores)
             request.told.add(choice)
             cached = request.cached
             if request.admitted is not None:

@@ -95,13 +95,16 @@ class Life:
 
     # ---------------------------------------------------------------- giving way
 
-    def preempt(self, seq: Sequence, why: str) -> None:
-        """Take slot and blocks from a running sequence; it goes on later where it was, with the same tokens."""
+    def preempt(self, seq: Sequence, why: str, *, anew: bool = False) -> None:
+        """Take slot and blocks from a running sequence; it goes on later where it was, with the same tokens.
+
+        `anew`: it must let go of every block, so it isn't swapped.
+        """
         kv, counters = self._kv, self._ledger.counters
         # The last token's KV is computed again, because its logits are wanted again.
         seq.confirmed = min(seq.confirmed, len(seq.tokens) - 1)
         decision = how(self._preemption, seq, kv, self._costs)
-        swapped = decision.kind == "swap" and seq.top is None and kv.swap_out(seq.id, seq.confirmed)
+        swapped = decision.kind == "swap" and not anew and seq.top is None and kv.swap_out(seq.id, seq.confirmed)
         if not swapped:
             kv.release(seq.id)
             seq.confirmed = 0

@@ -18,7 +18,8 @@ class KVOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     copy: device src -> device dst (copy-on-write)   out: device src -> host dst   in: host src -> device dst
     disk_out: host src -> disk dst                   disk_in: disk src -> host dst
-    map: commit physical page dst of sequence slot src   unmap: the reverse (virtual-contiguous manager)
+    map: commit physical page dst of sequence slot src   unmap: the reverse, harmless if it has none
+    (virtual-contiguous manager)
     """
 
     kind: Literal["copy", "out", "in", "disk_out", "disk_in", "map", "unmap"]

@@ -164,6 +164,7 @@ class Request:
         self.finished: float | None = None
         self.told: set[int] = set()  # choices whose first delta was sent
         self.scores: list[TokenLogprobs | None] = [None]  # prompt logprobs so far; the first token has none
+        self.scores_told = any(add.resume)
         self.reasons: dict[int, str] = {}
         self._head: list[dict[str, Any]] = []
         self._tail: deque[dict[str, Any]] = deque(maxlen=TIMELINE_EVENTS // 2)

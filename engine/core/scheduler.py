@@ -167,8 +167,8 @@ class Scheduler:
         for request in self.ledger.requests.values():
             for seq in request.sequences:
                 self.life.forget_kv(seq)
+        self._kv.drain()  # operations on memory that is given up
         self._kv.reset()
-        self._kv.drain()
 
     def update(self, plan: Plan, result: Result) -> None:
         """What a submitted plan gave."""
@@ -224,7 +224,7 @@ class Scheduler:
     def _add_drafts(self, proposer: Proposer, seq: Sequence, known: int, limit: int) -> None:
         """Guesses for this step. Room for them is taken only where it is free."""
         limit = min(limit, self._settings.num_drafts, seq.end - known - 1)
-        if limit < 1 or seq.request.beam is not None:
+        if limit < 1 or not seq.samples or seq.request.beam is not None:
             return
         drafts = tuple(proposer.propose(seq.id, seq.tokens, limit))[:limit]
         if seq.constraint is not None:
@@ -256,22 +256,22 @@ class Scheduler:
         return budget
 
     def _make_room(self, seq: Sequence, total: int) -> bool:
-        """Preempt from the end of the order until `seq` can grow; False when it was itself the last."""
+        """Preempt from the end of the order until `seq` can grow; False when it was itself the last.
+
+        Alone it fits (`Request.end` sees to that) unless it still shares what it must copy, so it then begins anew.
+        """
         running = self.life.running.sequences
         while True:
             victim = running[-1]
-            if victim is seq and len(running) == 1:
-                self.life.end(seq, FinishReason.LENGTH)  # alone, and still no room: it has outgrown the pool
-                return False
-            self._preempt(victim, "no free block")
+            self._preempt(victim, "no free block", anew=len(running) == 1)
             if victim is seq:
                 return False
             if self._kv.extend(seq.id, seq.computed, total):
                 return True
 
-    def _preempt(self, seq: Sequence, why: str) -> None:
+    def _preempt(self, seq: Sequence, why: str, *, anew: bool = False) -> None:
         self._picked.pop(seq, None)
-        self.life.preempt(seq, why)
+        self.life.preempt(seq, why, anew=anew)
 
     def _unpark(self) -> None:
         """Only beams are left that wait for beams without room: they know what they need, so they give way."""

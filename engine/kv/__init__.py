@@ -102,7 +102,7 @@ class KVManager(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget every cached prefix that no live sequence relies on."""
+        """Forget every cached prefix that no live sequence relies on, and whatever else is kept for later."""
 
     def usage(self) -> Usage: ...
 

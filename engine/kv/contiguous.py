@@ -32,14 +32,15 @@ class ContiguousKV:
     def __init__(self, num_blocks: int, block_size: int, pages_per_row: int, *, virtual: bool, slots: int) -> None:
         self.block_size = block_size
         self.pages_per_row = pages_per_row if virtual else min(pages_per_row, num_blocks)
-        self._total = num_blocks
+        rows = slots if virtual else min(slots, num_blocks // self.pages_per_row)
+        self._total = num_blocks if virtual else rows * self.pages_per_row
         self._virtual = virtual
         self._rows: dict[int, _Row] = {}
-        rows = slots if virtual else min(slots, num_blocks // self.pages_per_row)
         self._free_rows = list(range(rows - 1, -1, -1))  # of the baseline
         # Of each row, counted from its start: pages in use <= pages with memory behind them.
         self._used = [0] * rows
         self._mapped = [0] * rows
+        self._peak = [0] * rows  # the most that was ever mapped
         self._all_used = self._all_mapped = 0
         self._surplus: dict[int, None] = {}  # rows with more pages mapped than in use, the longest unused first
         self._ops: list[KVOp] = []
@@ -104,14 +105,15 @@ class ContiguousKV:
         self._used[row] = pages
         if not self._virtual:
             return
+        if self._mapped[row] <= pages:
+            self._surplus.pop(row, None)
         for page in range(self._mapped[row], pages):
             if self._all_mapped == self._total:
                 self._unmap_one()
             self._ops.append(KVOp("map", row, page))
             self._all_mapped += 1
             self._mapped[row] += 1
-        if self._mapped[row] == pages:
-            self._surplus.pop(row, None)
+            self._peak[row] = max(self._peak[row], self._mapped[row])
 
     def _unmap_one(self) -> None:
         """Take the memory of a page that no sequence uses; `available` has counted it."""
@@ -152,7 +154,15 @@ class ContiguousKV:
         raise AssertionError("nothing was swapped out")
 
     def reset(self) -> None:
-        """Nothing is cached."""
+        """Nothing is cached; but memory behind pages that no sequence uses goes back.
+
+        After a step that failed nobody knows which pages have memory, so every page that ever had some is unmapped.
+        """
+        for row, used in enumerate(self._used):
+            self._ops.extend(KVOp("unmap", row, page) for page in range(used, self._peak[row]))
+            self._mapped[row] = min(self._mapped[row], used)
+        self._all_mapped = sum(self._mapped)
+        self._surplus.clear()
 
     # ---------------------------------------------------------------- views
 

@@ -288,7 +288,7 @@ class PagedKV:
             free=pool.free + cached,
             cached=cached,
             shared=index.shared,
-            saved=index.held - (pool.size - pool.free - cached),
+            saved=max(0, index.held - (pool.size - pool.free - cached)),
             host_total=tiers.host.size,
             host_used=tiers.host.size - tiers.host.free,
             disk_used=tiers.disk.size - tiers.disk.free,
