@@ -78,10 +78,33 @@ def _why_not(architecture: str, config: Config) -> str:
 # ---------------------------------------------------------------- fields that families share
 
 
+# A broken or hostile file may claim any size; beyond these nothing has been published.
+_LIMITS = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_layers": 4096,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "intermediate_size": 1 << 22,
+    "max_position": 1 << 28,
+    "head_size": 1 << 14,
+    "num_experts": 1 << 14,
+    "moe_intermediate_size": 1 << 22,
+    "rotary_dim": 1 << 14,
+}
+_MAY_BE_ZERO = ("num_experts", "moe_intermediate_size", "rotary_dim", "head_size")
+
+
 def _finish(config: Config, fields: Fields, max_model_len: int | None) -> DecoderSpec:
     """Fill in what every family has in common, unless it said otherwise."""
+    for name, most in _LIMITS.items():
+        value = fields.get(name, 0)
+        if not isinstance(value, int) or not 0 <= value <= most or (value == 0 and name not in _MAY_BE_ZERO):
+            raise ConfigError(f"config.json says {name} = {value!r}; it must be a number from 1 to {most}")
     heads = fields["num_heads"]
     fields.setdefault("head_size", fields["hidden_size"] // heads)
+    if fields["head_size"] <= 0:
+        raise ConfigError(f"{heads} attention heads don't fit a hidden size of {fields['hidden_size']}")
     fields.setdefault("attn_scale", fields["head_size"] ** -0.5)
     fields.setdefault("rotary_dim", 0 if "learned_positions" in fields else fields["head_size"])
     ropes = fields.pop("ropes", None)
@@ -96,9 +119,6 @@ def _finish(config: Config, fields: Fields, max_model_len: int | None) -> Decode
     layers: Callable[[int], LayerSpec] = fields.pop("layer", lambda i: LayerSpec())
     fields["layers"] = tuple(layers(i) for i in range(fields["num_layers"]))
     spec = DecoderSpec(**fields)
-    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size", "max_position"):
-        if getattr(spec, name) <= 0:
-            raise ConfigError(f"config.json says {name} = {getattr(spec, name)}; it must be positive")
     if spec.num_heads % spec.num_kv_heads:
         raise ConfigError(f"{spec.num_heads} attention heads can't share {spec.num_kv_heads} KV heads evenly")
     if spec.rotary_dim % 2 or spec.rotary_dim > spec.head_size:

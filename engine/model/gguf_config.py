@@ -114,6 +114,8 @@ def _family(config: dict[str, Any], file: GGUFFile, name: str) -> None:
     if name == "llama" and config.get("num_experts"):
         config["architectures"] = ["MixtralForCausalLM"]
         config["num_local_experts"] = config["num_experts"]
+    elif name == "llama" and config.get("sliding_window"):
+        config["architectures"] = ["MistralForCausalLM"]
     elif name == "gpt2":
         config |= {
             "n_embd": config["hidden_size"],

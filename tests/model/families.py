@@ -75,12 +75,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, directory: Path) -> Any:
-    """Save the model of that name to `directory`, weights drawn from its name; returns transformers' own."""
+def make(name: str, directory: Path, **changes: Any) -> Any:
+    """Save the model of that name to `directory`, weights drawn from its name; returns transformers' own.
+
+    `changes` are further fields of its config.
+    """
     architecture, fields = FAMILIES[name]
     config_class = getattr(transformers, f"{architecture}Config")
     model_class = getattr(transformers, _model_class(architecture))
-    config = config_class(**{**_COMMON, **fields})
+    config = config_class(**{**_COMMON, **fields, **changes})
     torch.manual_seed(sum(name.encode()))
     model = model_class(config).eval().float()
     with torch.no_grad():
