@@ -393,20 +393,22 @@ class Supervisor:
         return "ready" if self._up and not self._alone else "degraded"
 
     async def inspect(self, what: str, request_id: str = "") -> Any:
-        return await self._ask(
-            msgspec.convert({"type": "inspect", "token": 0, "what": what, "id": request_id}, Inspect)
-        )
+        return await self._ask({"type": "inspect", "token": next(self._tokens), "what": what, "id": request_id})
 
     async def control(self, command: str, argument: dict[str, str]) -> Any:
-        message = {"type": "control", "token": 0, "command": command, "argument": argument}
-        return await self._ask(msgspec.convert(message, Control))
+        token = next(self._tokens)
+        return await self._ask({"type": "control", "token": token, "command": command, "argument": argument})
 
-    async def _ask(self, message: Inspect | Control) -> Any:
+    async def _ask(self, fields: dict[str, Any]) -> Any:
+        try:
+            message = msgspec.convert(fields, Inspect | Control)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"the engine can't be asked that: {error}") from None
         if not self._up or not self._handle:
             raise EngineDead("the engine isn't ready", retry_after_s=2.0)
-        token = next(self._tokens)
+        token = message.token
         question = self._questions[token] = asyncio.get_running_loop().create_future()
-        self._handle.send(msgspec.structs.replace(message, token=token))
+        self._handle.send(message)
         try:
             answer = await asyncio.wait_for(question, ANSWER_S)
         except TimeoutError:

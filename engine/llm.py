@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
+
 from engine.api import AddRequest, Delta, FinishReason, SamplingParams, Stats, TokenLogprobs
 from engine.build import build, find_model
 from engine.config import EngineConfig
@@ -53,8 +55,8 @@ class Answer:
 class LLM:
     """A model that is ready to generate. Keywords are settings of `EngineConfig` (see `octavo config show`)."""
 
-    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        config = EngineConfig.of(model, **settings)
+    def __init__(self, model: str | EngineConfig = "smollm2", **settings: Any) -> None:
+        config = model if isinstance(model, EngineConfig) else EngineConfig.of(model, **settings)
         path = find_model(config, progress=True)
         self._engine = build(config)
         self._core = self._engine.core
@@ -133,6 +135,11 @@ class LLM:
     def render(self, messages: Messages) -> list[int]:
         """The token ids of a chat, ready for the answer."""
         return self.tokenizer.encode(self._template.render(list(messages)), add_special_tokens=False)
+
+    def within_context(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """`params` with max_tokens cut to the room that the prompt leaves."""
+        room = max(self._limits.max_model_len - len(prompt), 1)
+        return msgspec.structs.replace(params, max_tokens=min(params.max_tokens or room, room))
 
     def stats(self) -> Stats:
         """The engine's counters."""

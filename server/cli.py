@@ -38,8 +38,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, with the nearest flag where one was mistyped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", Formatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **{"formatter_class": Formatter, "allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
