@@ -41,6 +41,7 @@ _OTHER = {"portable": []}
 # products fuse must not depend on how the compiler sees a tile.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread"]
 FLAGS += ["-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unused-function", "-Wno-ignored-attributes"]
+FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 warns about its own intrinsics
 
 
 class BuildError(Exception):

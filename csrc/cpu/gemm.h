@@ -19,6 +19,8 @@ struct TileInput {
   const int32_t* sum;
   int groups;          // groups of 32 inputs that the panel holds
   int row_groups;      // from row to row of scale and sum
+  const uint8_t* ahead;  // what to prefetch meanwhile, this many cache lines for each group
+  int ahead_lines;
 };
 typedef void (*TileFn)(const uint8_t* panel, const TileInput& in, float* out);
 
@@ -77,10 +79,12 @@ static __attribute__((noinline)) void float_tile(const uint8_t* panel, const Til
 // Tile functions for 1 .. max_rows rows.
 struct Kernel {
   int max_rows;
+  int grain;          // rows cost the same up to a multiple of this
+  void (*prepare)();  // before the first tile of a product, or NULL
   TileFn tile[33];
 };
 template <bool kBrain> constexpr Kernel float_kernel() {
-  return {kTileRows,
+  return {kTileRows, 1, nullptr,
           {nullptr, float_tile<kBrain, 1>, float_tile<kBrain, 2>, float_tile<kBrain, 3>, float_tile<kBrain, 4>,
            float_tile<kBrain, 5>, float_tile<kBrain, 6>,
 #if defined(__AVX512F__)

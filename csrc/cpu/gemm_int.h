@@ -127,7 +127,7 @@ static __attribute__((noinline)) void int_tile(const uint8_t* panel, const TileI
 }
 
 template <PackKind kKind> constexpr Kernel int_kernel() {
-  return {kIntRows,
+  return {kIntRows, 1, nullptr,
           {nullptr, int_tile<kKind, 1>, int_tile<kKind, 2>, int_tile<kKind, 3>, int_tile<kKind, 4>,
 #if defined(__AVX512F__)
            int_tile<kKind, 5>, int_tile<kKind, 6>,

@@ -47,6 +47,15 @@ OCT_INLINE void put_values(const Target& t, int64_t at, const float* y, int n) {
   }
 }
 
+// out row = act(gates) * ups.
+template <class Act> OCT_INLINE void gate_rows(const Target& t, float* tile, int rows, int64_t at, int n, Act act) {
+  for (int r = 0; r < rows; r++, at += t.stride) {
+    float* y = tile + r * kPanel;
+    OCT_UNROLL for (int i = 0; i < kPanel / 2; i += kLanes) store(y + i, act(load(y + i)) * load(y + i + kPanel / 2));
+    put_values(t, at, y, n);
+  }
+}
+
 // rows x [32] values of one panel; the first output of the panel stands at `column` of the target, n of them count.
 static void finish_tile(const Target& t, float* tile, int rows, int64_t row0, int64_t column, int n,
                         const float* bias) {
@@ -54,7 +63,12 @@ static void finish_tile(const Target& t, float* tile, int rows, int64_t row0, in
     for (int r = 0; r < rows; r++)
       OCT_UNROLL for (int i = 0; i < kPanel; i += kLanes)
         store(tile + r * kPanel + i, load(tile + r * kPanel + i) + load(bias + i));
-  if (t.kind == Target::kGate) column /= 2, n /= 2;
+  if (t.kind == Target::kGate) {
+    int64_t at = row0 * t.stride + column / 2;
+    if (t.act == OCT_SILU) gate_rows(t, tile, rows, at, n / 2, [](vf v) { return silu(v); });
+    else gate_rows(t, tile, rows, at, n / 2, [&](vf v) { return activate(t.act, v); });
+    return;
+  }
   for (int r = 0; r < rows; r++) {
     float* y = tile + r * kPanel;
     int64_t at = (row0 + r) * t.stride + column;
@@ -84,11 +98,7 @@ static void finish_tile(const Target& t, float* tile, int rows, int64_t row0, in
         OCT_UNROLL for (int i = 0; i < kPanel; i += kLanes) store(y + i, activate(t.act, load(y + i)));
         put_values(t, at, y, n);
         break;
-      case Target::kGate:
-        OCT_UNROLL for (int i = 0; i < kPanel / 2; i += kLanes)
-          store(y + i, activate(t.act, load(y + i)) * load(y + i + kPanel / 2));
-        put_values(t, at, y, n);
-        break;
+      case Target::kGate: break;
     }
   }
 }
@@ -121,6 +131,15 @@ static const float* widen_rows(const Operand& a, int row0, int rows, Buffer& scr
   return to;
 }
 
+// Rows of the operand that are worked on together: equal blocks of what leaves an L2 cache room for the rest, so that
+// each panel finds them there. (The panels come again for the next block.)
+static int row_block(const Kernel& kernel, int rows, int64_t row_bytes) {
+  int64_t most = (3 << 18) / row_bytes;
+  if (most < 4 * kernel.max_rows) most = 4 * kernel.max_rows;
+  int blocks = (int)((rows + most - 1) / most);
+  return (int)round_up((rows + blocks - 1) / blocks, kernel.max_rows);
+}
+
 // What thread `thread` of `threads` does of rows [row0, row0 + rows) of `a` times w. Outputs start at `column` of the
 // target. The threads share nothing; the caller puts a barrier behind it.
 static void multiply(const Matrix& w, const Operand& a, int row0, int rows, const Target& target, int64_t column,
@@ -136,19 +155,27 @@ static void multiply(const Matrix& w, const Operand& a, int row0, int rows, cons
   const float* widened = nullptr;
   int64_t widened_stride = 0;
   if (w.kind == kBF16 && !kNativeBF16) widened = widen_rows(a, row0, rows, scratch, widened_stride);
+  const int element_bytes = widened || w.kind == kF32 ? 4 : w.kind == kBF16 ? 2 : 1;
+  const int block = row_block(kernel, rows, tile_input(w, a, 0, widened, widened_stride).stride * element_bytes);
+  if (kernel.prepare) kernel.prepare();
   alignas(64) float tile[32 * kPanel];
-  for (int item = items.begin; item < items.end; item++) {
-    int panel = item / row_cuts;
-    Range cut = range(rows, item % row_cuts, row_cuts);
-    int n = cut.end - cut.begin, tiles = (n + kernel.max_rows - 1) / kernel.max_rows;
-    const float* bias = w.bias ? w.bias + panel * kPanel : nullptr;
-    int outputs = w.n - panel * kPanel < kPanel ? w.n - panel * kPanel : kPanel;
-    for (int t = 0; t < tiles; t++) {
-      Range part = range(n, t, tiles);
-      int first = cut.begin + part.begin, count = part.end - part.begin;
-      TileInput in = tile_input(w, a, widened ? first : row0 + first, widened, widened_stride);
-      kernel.tile[count](w.data + panel * bytes, in, tile);
-      finish_tile(target, tile, count, row0 + first, column + panel * kPanel, outputs, bias);
+  for (int start = 0; start < rows; start += block) {
+    for (int item = items.begin; item < items.end; item++) {
+      int panel = item / row_cuts, end = start + block < rows ? start + block : rows;
+      Range cut = range(end - start, item % row_cuts, row_cuts, kernel.grain);
+      int n = cut.end - cut.begin, tiles = (n + kernel.max_rows - 1) / kernel.max_rows;
+      const float* bias = w.bias ? w.bias + panel * kPanel : nullptr;
+      int outputs = w.n - panel * kPanel < kPanel ? w.n - panel * kPanel : kPanel;
+      for (int t = 0; t < tiles; t++) {
+        Range part = range(n, t, tiles, kernel.grain);
+        int first = start + cut.begin + part.begin, count = part.end - part.begin;
+        if (count == 0) continue;
+        TileInput in = tile_input(w, a, widened ? first : row0 + first, widened, widened_stride);
+        in.ahead_lines = t < 32 ? 32 / (tiles < 32 ? tiles : 32) : 0;
+        in.ahead = w.data + (panel + 1) * bytes + (int64_t)t * in.groups * in.ahead_lines * 64;
+        kernel.tile[count](w.data + panel * bytes, in, tile);
+        finish_tile(target, tile, count, row0 + first, column + panel * kPanel, outputs, bias);
+      }
     }
   }
 }

@@ -99,7 +99,14 @@ OCT_INLINE vh round_bf16(vf v) {  // as float_to_bf16
   vu r = (u + 0x7fffu + (u >> 16 & 1)) >> 16;
   return __builtin_convertvector((nan & (u >> 16 | 0x40)) | (~nan & r), vh);
 }
-OCT_INLINE void store_bf16(bf16* p, vf v) { vh h = round_bf16(v); memcpy(p, &h, sizeof h); }
+OCT_INLINE void store_bf16(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+  __m256bh h = _mm512_cvtneps_pbh(v);  // denormals become 0
+#else
+  vh h = round_bf16(v);
+#endif
+  memcpy(p, &h, sizeof h);
+}
 
 OCT_INLINE float f16_to_float(uint16_t h) {
   uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fffu, u;
@@ -138,6 +145,22 @@ OCT_INLINE vf load_f16(const uint16_t* p) {
 // ---------------------------------------------------------------- functions
 // exp(x) to about 1 unit in the last place; 0 below -87.3 (no denormal results), infinity above 88.7. NaN gives NaN.
 OCT_INLINE vf exp(vf x) {
+#if defined(__AVX512F__)
+  // min and max return their second operand when one is NaN.
+  vf clamped = _mm512_max_ps(splat(-87.33654f), _mm512_min_ps(splat(89.0f), x));
+  vf whole = _mm512_roundscale_ps(clamped * splat(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  vf rest = fma(whole, splat(-0.693359375f), clamped);
+  rest = fma(whole, splat(2.12194440e-4f), rest);
+  vf q = splat(1.9875691500e-4f);
+  q = fma(q, rest, splat(1.3981999507e-3f));
+  q = fma(q, rest, splat(8.3334519073e-3f));
+  q = fma(q, rest, splat(4.1665795894e-2f));
+  q = fma(q, rest, splat(1.6666665459e-1f));
+  q = fma(q, rest, splat(5.0000001201e-1f));
+  q = fma(q, rest * rest, rest) + splat(1.0f);
+  __mmask16 keep = _mm512_cmp_ps_mask(x, splat(-87.33654f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(keep, q, whole);
+#else
   const vf hi = splat(88.72283f), lo = splat(-87.33654f);
   vf y = x > hi ? hi : x;
   y = y < lo ? lo : y;
@@ -156,6 +179,7 @@ OCT_INLINE vf exp(vf x) {
   vf e = p * (vf)((half + 127) << 23) * (vf)((rest + 127) << 23);
   e = x > hi ? splat(__builtin_inff()) : e;
   return x < lo ? (vf){} : e;
+#endif
 }
 OCT_INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
 OCT_INLINE vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }

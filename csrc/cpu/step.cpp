@@ -36,11 +36,10 @@ class Runner {
   Runner(StepState& state, int thread) : s_(state), ctx_(state.ctx), spec_(state.ctx.spec()), thread_(thread) {}
 
   void run() {
-    tiles_begin();
     embed();
     for (int i = 0; i < spec_.layers; i++) layer(i);
     head();
-    tiles_end();
+    release_tiles();
   }
 
  private:

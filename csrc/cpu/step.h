@@ -8,6 +8,7 @@
 #include "model.h"
 #include "simd.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace octavo {
 namespace OCT_ISA {

@@ -1,5 +1,7 @@
 #include "threads.h"
 
+#include <chrono>
+
 namespace octavo {
 namespace {
 
@@ -11,8 +13,10 @@ inline void pause() {
 #endif
 }
 
-constexpr int kSpins = 2000;         // about 50 us of pauses before the first yield
-constexpr int kYieldsBeforeSleep = 100;  // a worker without work yields this often before it sleeps
+constexpr int kSpins = 1000;  // some 40 us of pauses before the first yield
+// A worker without work yields this long before it sleeps: longer than an engine needs between two steps, since waking
+// up on a busy machine can cost a time slice.
+constexpr std::chrono::milliseconds kStayAwake{2};
 
 }  // namespace
 
@@ -65,7 +69,8 @@ void ThreadPool::worker(int thread) {
   unsigned seen = 0;
   for (;;) {
     for (int i = 0; i < kSpins && !has_work(seen); i++) pause();
-    for (int i = 0; i < kYieldsBeforeSleep && !has_work(seen); i++) sched_yield();
+    auto sleep_at = std::chrono::steady_clock::now() + kStayAwake;
+    while (!has_work(seen) && std::chrono::steady_clock::now() < sleep_at) sched_yield();
     if (!has_work(seen)) {
       std::unique_lock<std::mutex> lock(mutex_);
       sleepers_.fetch_add(1, std::memory_order_relaxed);
