@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from server.tools import plan_for_prompt
 encode = msgspec.json.Encoder().encode
 
 MAX_MESSAGES = 2048
+QUICK_MESSAGES = 32  # rendered in well under a millisecond by any template of a model
 NULL = b"null"
 
 
@@ -80,7 +82,7 @@ def template_switches(service: Service, wire: ChatRequest) -> dict[str, Any]:
 async def render(
     service: Service, wire: ChatRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> list[int]:
-    """Prompt tokens of a chat. Template and tokenizer run on a thread: neither may hold up the streams."""
+    """Prompt tokens of a chat. What may take long is done on a thread: it must not hold up the streams."""
     if wire.continue_final_message and wire.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -92,7 +94,7 @@ async def render(
                 "chat_template in a request is not allowed here (--trust-request-chat-template)", param="chat_template"
             )
         template = await asyncio.to_thread(service.request_template, wire.chat_template)
-    text = await asyncio.to_thread(
+    draw = partial(
         template.render,
         messages,
         tools,
@@ -100,6 +102,8 @@ async def render(
         continue_final_message=bool(wire.continue_final_message),
         **template_switches(service, wire),
     )
+    quick = len(messages) <= QUICK_MESSAGES and not tools and template is service.template
+    text = draw() if quick else await asyncio.to_thread(draw)
     return await service.encode(text, add_special_tokens=bool(wire.add_special_tokens))
 
 
@@ -122,20 +126,24 @@ class Chat:
             deltas = parser.push(piece.text) if piece.text else []
             if piece.finish is not None:
                 deltas += parser.finish()
-            if any(delta.call_index >= 0 for delta in deltas):
-                self.calling.add(piece.choice)
-            if piece.tokens and any(d.reasoning for d in deltas) and not any(d.content for d in deltas):
-                self.generation.usage.reasoning_tokens += len(piece.tokens)
-            if not self.include_reasoning:
-                deltas = [delta for delta in deltas if not delta.reasoning]
+            thinks = False
+            for delta in deltas:
+                if delta.reasoning:
+                    thinks = True
+                elif delta.call_index >= 0:
+                    self.calling.add(piece.choice)
+            if thinks:
+                if not any(delta.content for delta in deltas):
+                    self.generation.usage.reasoning_tokens += len(piece.tokens)
+                if not self.include_reasoning:
+                    deltas = [delta for delta in deltas if not delta.reasoning]
             finish = piece.finish
             if finish == "stop" and piece.choice in self.calling and not self.plan.named:
                 finish = "tool_calls"
             yield ChatPiece(piece.choice, deltas, piece.tokens, piece.entries, finish, piece.stop_reason)
 
 
-@dataclass(slots=True)
-class ChatPiece:
+class ChatPiece(msgspec.Struct, gc=False):
     """A `generate.Piece` after the parser; `finish` is OpenAI's finish_reason."""
 
     choice: int
@@ -183,8 +191,8 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
         max_tokens_policy=service.settings.max_tokens_policy,
     )
     generation = service.generation(engine_request, options)
-    run = await begin(service, request, [generation])
     parsers = [plan.parser() for _ in range(engine_request.params.n)]
+    run = await begin(service, request, [generation])
     return Chat(shown, run, generation, parsers, plan, wire.include_reasoning is not False)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.errors import OctavoError
 from server.auth import KeyRing
 from server.errors import CLIENT_CLOSED, HTTPError, reply_to
 from server.metrics import Metrics
@@ -102,8 +103,9 @@ class Gate:
 
     async def _fail(self, error: Exception, scope: Scope, exchange: Exchange, send: Send) -> None:
         reply = reply_to(error)
-        if reply.status == 500:
-            logger.error("%s %s [%s] failed", scope["method"], scope["path"], exchange.id, exc_info=error)
+        if reply.status >= 500:
+            bug = None if isinstance(error, OctavoError) else error  # ours say what happened; a bug needs its trace
+            logger.error("%s %s [%s]: %s", scope["method"], scope["path"], exchange.id, error, exc_info=bug)
         if exchange.started:
             raise error  # the server closes the connection: a cut response must not look complete
         body = reply.body(scope["path"])

@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.api import AddRequest, Delta, FinishReason, TokenLogprobs
 from engine.client import EngineClient
 from engine.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, RequestFailed
@@ -44,8 +46,7 @@ class TextOptions:
     min_tokens: int = 0  # stop strings are not looked for before
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One output token with its logprobs. `start`: characters of the choice's text before it."""
 
     token: int
@@ -53,8 +54,7 @@ class Entry:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one delta made visible of one choice.
 
     `tokens` are the new output tokens, a stop token included, whether or not their text is visible yet.
@@ -94,11 +94,12 @@ class Usage:
 class _Choice:
     """Text state of one choice."""
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, stop_token_ids: tuple[int, ...]) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopChecker(options.stop, include_stop=options.include_stop)
         self._has_stops = bool(options.stop)
         self._options = options
+        self._stop_token_ids = stop_token_ids  # the request's own; the model's end token is no reason to name
         self._pending: list[Entry] = []
         self._seen = 0  # characters detokenised
         self._shown = 0  # characters made visible
@@ -150,7 +151,7 @@ class _Choice:
             case None:
                 return None, None
             case FinishReason.STOP:
-                return "stop", delta.stop_token
+                return "stop", delta.stop_token if delta.stop_token in self._stop_token_ids else None
             case FinishReason.LENGTH:
                 return "length", None
             case _:
@@ -184,8 +185,9 @@ class Generation:
     _first: Delta | None = None
 
     def __post_init__(self) -> None:
-        n = self.request.params.n
-        self._choices = [_Choice(self.tokenizer, self.options) for _ in range(n)]
+        params = self.request.params
+        n = params.n
+        self._choices = [_Choice(self.tokenizer, self.options, params.stop_token_ids) for _ in range(n)]
         self._left = n
         self._reasons: set[str] = set()
         self.record: RequestRecord | None = None
