@@ -9,9 +9,10 @@
 //
 //   attention_rope.h   norms, rotary, cache writes      attention_math.h  online softmax, merge of splits
 //   attention_plan.h   tasks                            attention_f32.h   tile products, any set and dtype
-//   kv_layout.h        the cache's bytes                attention_bf16.h  tile products, AVX512-BF16 and AMX
+//   kv_layout.h        the cache's bytes                attention_bf16.h, attention_amx.h  the same, faster
+//   kv_convert.h       its element types                attention_kernels.h  which is used when
 #pragma once
-#include "attention_bf16.h"
+#include "attention_kernels.h"
 
 namespace octavo {
 namespace OCT_ISA {
@@ -158,8 +159,9 @@ struct UnitWalk {
     for (int r = 0; r < unit.rows; r++) s.part_state[r] = {kNothing, 0};
     memset(s.part, 0, (size_t)unit.rows * (size_t)dims * 4);
     for (int g = from; g <= to; g++) {
-      if (layout.tiled && g < to) prefetch(g + 1);
+      look_ahead(g);
       group_of_keys(g);
+      fetch_ahead(s.ahead, INT32_MAX);
     }
     return from <= to;
   }
@@ -174,8 +176,10 @@ struct UnitWalk {
     }
     kernel.scores(raw, tiles, unit.rows, dims, s);
     const float* v_scale = kernel.v_scale_unit != 0 ? s.v_scale : nullptr;
-    for (int r = 0; r < unit.rows; r++)
+    for (int r = 0; r < unit.rows; r++) {
+      fetch_ahead(s.ahead, 2);
       s.factor[r] = kernel.bf16_weights ? soften(r, g, v_scale, (bf16*)s.weights) : soften(r, g, v_scale, (float*)s.weights);
+    }
     kernel.values(raw, tiles, unit.rows, dims, s);
   }
   template <class W> float soften(int r, int g, const float* v_scale, W* weights) {
@@ -183,13 +187,17 @@ struct UnitWalk {
                          s.part_state[r], weights + r * kGroupKeys);
   }
 
-  // Into L2 only: L1 has too few fill buffers for a whole group on its way.
-  void prefetch(int g) const {
-    int tiles = std::min(kGroupTiles, (keys.end - 1) / kTile + 1 - g * kGroupTiles);
-    for (int t = 0; t < tiles; t++) {
-      const uint8_t* tile = keys.stored(g * kGroupTiles + t);
-      for (int64_t i = 0; i < layout.piece_bytes; i += 64) __builtin_prefetch(tile + i, 0, 2);
-    }
+  // What comes after group g: the next group, or the next head's first.
+  void look_ahead(int g) {
+    s.ahead.at = s.ahead.end = 0;
+    int next = g + 1, last = position(unit.rows - 1) / kGroupKeys;
+    int64_t offset = 0;
+    if (g == last) next = low(0) / kGroupKeys, offset = layout.head_bytes;
+    if (!layout.tiled || (g == last && keys.head + 1 == unit.head0 + unit.heads)) return;
+    int tiles = std::min(kGroupTiles, position(unit.rows - 1) / kTile + 1 - next * kGroupTiles);
+    for (int t = 0; t < kGroupTiles; t++)
+      s.ahead.tile[t] = keys.stored(next * kGroupTiles + std::min(t, tiles - 1)) + offset;
+    s.ahead.end = layout.piece_bytes;
   }
 
   void start_total() {
@@ -270,20 +278,6 @@ static int64_t kv_block_bytes(const oct_spec* spec, int32_t block_size, int32_t 
   if (spec->head_size < 1 || spec->head_size > kMaxHeadSize)
     return fail("head size must lie between 1 and %d, not %d", kMaxHeadSize, spec->head_size);
   return KvLayout(*spec, block_size, dtype).block_bytes;
-}
-
-static const TileKernel& tile_kernel(int dtype, bool bf16_compute) {
-  static const TileKernel f32[] = {f32_kernel<OCT_F32>(), f32_kernel<OCT_BF16>(),   f32_kernel<OCT_F16>(),
-                                   f32_kernel<OCT_I8>(),  f32_kernel<OCT_F8E4M3>(), f32_kernel<OCT_F8E5M2>()};
-#if defined(__AVX512BF16__)
-  static const TileKernel i8 = int8_kernel(), e4m3 = bf16_kernel<OCT_F8E4M3>(), e5m2 = bf16_kernel<OCT_F8E5M2>(),
-                          bf16 = bf16_kernel<OCT_BF16>();
-  if (bf16_compute && dtype == OCT_BF16) return bf16;
-  if (bf16_compute && dtype == OCT_I8) return i8;
-  if (bf16_compute && dtype == OCT_F8E4M3) return e4m3;
-  if (bf16_compute && dtype == OCT_F8E5M2) return e5m2;
-#endif
-  return f32[dtype];
 }
 
 static void attend(StepContext& ctx, int layer, int thread) {

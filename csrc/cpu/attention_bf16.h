@@ -40,11 +40,12 @@ template <int kMost, class F> OCT_INLINE void by_rows(int rows, F f) {
 
 // ---------------------------------------------------------------- tiles to bf16
 // int8 V [4][dims][4] to bf16 [8][dims][2], times 2^24 (the exponent of an integer in a lane's top byte).
-static void unpack_v_int8(const uint8_t* in, int dims, uint8_t* out) {
+static void unpack_v_int8(const uint8_t* in, int dims, uint8_t* out, TilesAhead& ahead) {
   const vu top = (vu){} + 0xff000000u;
   auto lane = [](vu x) { return (vu)to_float((vi)x); };  // its low 16 bits are zero: 8 bits are significant
   for (int quad = 0; quad < kTile / 4; quad++)
     for (int d = 0; d < dims; d += kLanes) {
+      if (d % 64 == 0) fetch_ahead(ahead, 1);
       vu x = load_u32(in + (quad * dims + d) * 4);
       vu even = lane(x << 24) >> 16 | lane(x << 16 & top), odd = lane(x << 8 & top) >> 16 | lane(x & top);
       memcpy(out + (2 * quad * dims + d) * 4, &even, sizeof even);
@@ -73,10 +74,12 @@ template <int kDtype> static const uint8_t* bf16_operand(const uint8_t* raw, int
 
 // ---------------------------------------------------------------- products
 template <int kRows>
-static __attribute__((noinline)) void scores_bf16(const bf16* q, const uint8_t* const* k, int dims, float* scores) {
+static __attribute__((noinline)) void scores_bf16(const bf16* q, const uint8_t* const* k, int dims, float* scores,
+                                                  TilesAhead& ahead) {
   vf acc[kRows][kGroupTiles];
   OCT_UNROLL for (int r = 0; r < kRows; r++) OCT_UNROLL for (int t = 0; t < kGroupTiles; t++) acc[r][t] = (vf){};
   for (int d = 0; d < dims; d += 2) {
+    fetch_ahead(ahead, 1);
     __m512i key[kGroupTiles];
     OCT_UNROLL for (int t = 0; t < kGroupTiles; t++) key[t] = load512(k[t] + d * kTile * 2);
     asm volatile("" : "+v"(key[0]), "+v"(key[1]), "+v"(key[2]), "+v"(key[3]));  // or GCC loads them for every row
@@ -91,12 +94,13 @@ static __attribute__((noinline)) void scores_bf16(const bf16* q, const uint8_t* 
 
 template <int kRows, int kVectors>
 static __attribute__((noinline)) void values_bf16(const bf16* weights, const uint8_t* const* v, int tiles, int dims,
-                                                  const float* factor, float* out) {
+                                                  const float* factor, float* out, TilesAhead& ahead) {
   vf acc[kRows][kVectors];
   OCT_UNROLL for (int r = 0; r < kRows; r++)
     OCT_UNROLL for (int i = 0; i < kVectors; i++) acc[r][i] = load(out + r * dims + i * kLanes) * splat(factor[r]);
   for (int t = 0; t < tiles; t++)
     for (int pair = 0; pair < kTile / 2; pair++) {
+      fetch_ahead(ahead, 1);
       __m512i value[kVectors];
       OCT_UNROLL for (int i = 0; i < kVectors; i++) value[i] = load512(v[t] + (pair * dims + i * kLanes) * 4);
       if constexpr (kVectors == 4) asm volatile("" : "+v"(value[0]), "+v"(value[1]), "+v"(value[2]), "+v"(value[3]));
@@ -113,7 +117,7 @@ static void scores_bf16_tiles(const uint8_t* const* k, int tiles, int rows, int 
   const uint8_t* tile[kGroupTiles];
   for (int t = 0; t < kGroupTiles; t++) tile[t] = k[t < tiles ? t : 0];  // what a missing one gives is masked
   by_rows<6>(rows, [&](auto n, int r) {
-    scores_bf16<n>((const bf16*)s.query + r * dims, tile, dims, s.scores + r * kGroupKeys);
+    scores_bf16<n>((const bf16*)s.query + r * dims, tile, dims, s.scores + r * kGroupKeys, s.ahead);
   });
 }
 
@@ -124,8 +128,8 @@ static void values_bf16_tiles(const uint8_t* const* v, int tiles, int rows, int 
     bool wide = d + 4 * kLanes <= dims;
     by_rows<6>(rows, [&](auto n, int r) {
       const bf16* w = (const bf16*)s.weights + r * kGroupKeys;
-      if (wide) values_bf16<n, 4>(w, tile, tiles, dims, s.factor + r, s.part + r * dims + d);
-      else values_bf16<n, 1>(w, tile, tiles, dims, s.factor + r, s.part + r * dims + d);
+      if (wide) values_bf16<n, 4>(w, tile, tiles, dims, s.factor + r, s.part + r * dims + d, s.ahead);
+      else values_bf16<n, 1>(w, tile, tiles, dims, s.factor + r, s.part + r * dims + d, s.ahead);
     });
     d += wide ? 4 * kLanes : kLanes;
   }
@@ -152,14 +156,14 @@ static void load_query_int8(const void* q, bool, int size, int dims, int row, At
 }
 
 // score = float(256 * hi . k + lo . k) * query scale * key scale
-OCT_INLINE void store_int8_scores(__m512i hi, __m512i lo, const float* k_scale, float query_scale, float* out) {
-  vf exact = to_float(((vi)hi << 8) + (vi)lo);
+OCT_INLINE void store_int8_scores(vi hi, vi lo, const float* k_scale, float query_scale, float* out) {
+  vf exact = to_float((hi << 8) + lo);
   store(out, exact * splat(query_scale) * load(k_scale));
 }
 
 template <int kRows>
 static __attribute__((noinline)) void scores_int8(const int8_t* q, const RawTile* k, int dims, const float* query_scale,
-                                                  float* scores) {
+                                                  float* scores, TilesAhead& ahead) {
   const int64_t lo = kUnitRows * dims;
   __m512i acc[2][kRows][kGroupTiles];
   OCT_UNROLL for (int r = 0; r < kRows; r++) {
@@ -169,6 +173,7 @@ static __attribute__((noinline)) void scores_int8(const int8_t* q, const RawTile
       OCT_UNROLL for (int h = 0; h < 2; h++) acc[h][r][t] = _mm512_set1_epi32(-128 * sum[h]);
   }
   for (int d = 0; d < dims; d += 4) {
+    fetch_ahead(ahead, 1);
     __m512i key[kGroupTiles];  // + 128: the instruction wants one unsigned factor
     OCT_UNROLL for (int t = 0; t < kGroupTiles; t++)
       key[t] = _mm512_xor_si512(load512(k[t].k + d * kTile), _mm512_set1_epi8((char)0x80));
@@ -180,63 +185,16 @@ static __attribute__((noinline)) void scores_int8(const int8_t* q, const RawTile
   }
   OCT_UNROLL for (int r = 0; r < kRows; r++)
     OCT_UNROLL for (int t = 0; t < kGroupTiles; t++)
-      store_int8_scores(acc[0][r][t], acc[1][r][t], k[t].k_scale, query_scale[r], scores + r * kGroupKeys + t * kTile);
+      store_int8_scores((vi)acc[0][r][t], (vi)acc[1][r][t], k[t].k_scale, query_scale[r], scores + r * kGroupKeys + t * kTile);
 }
 
 static void scores_int8_tiles(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
   RawTile tile[kGroupTiles];
   for (int t = 0; t < kGroupTiles; t++) tile[t] = raw[t < tiles ? t : 0];
   by_rows<3>(rows, [&](auto n, int r) {
-    scores_int8<n>((const int8_t*)s.query + r * dims, tile, dims, s.query_scale + r, s.scores + r * kGroupKeys);
+    scores_int8<n>((const int8_t*)s.query + r * dims, tile, dims, s.query_scale + r, s.scores + r * kGroupKeys,
+                   s.ahead);
   });
-}
-
-}  // namespace OCT_ISA
-}  // namespace octavo
-
-#include "attention_amx.h"
-
-namespace octavo {
-namespace OCT_ISA {
-
-template <int kDtype>
-static void scores_bf16_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
-  const uint8_t* k[kGroupTiles];
-  for (int t = 0; t < tiles; t++) k[t] = bf16_operand<kDtype>(raw[t].k, dims, s.k_tiles + t * kTile * dims * 2);
-#if defined(__AMX_TILE__)
-  scores_amx(k, tiles, rows, dims, s);
-#else
-  scores_bf16_tiles(k, tiles, rows, dims, s);
-#endif
-}
-
-template <int kDtype>
-static void values_bf16_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
-  const uint8_t* v[kGroupTiles];
-  for (int t = 0; t < tiles; t++) {
-    uint8_t* out = s.v_tiles + t * kTile * dims * 2;
-    v[t] = out;
-    if constexpr (kDtype == OCT_I8) unpack_v_int8(raw[t].v, dims, out);
-    else v[t] = bf16_operand<kDtype>(raw[t].v, dims, out);
-  }
-#if defined(__AMX_TILE__)
-  values_amx(v, tiles, rows, dims, s);
-#else
-  values_bf16_tiles(v, tiles, rows, dims, s);
-#endif
-}
-
-#if defined(__AMX_TILE__)
-constexpr auto kBeginUnit = configure_amx;
-#else
-constexpr void (*kBeginUnit)(int) = nullptr;
-#endif
-
-template <int kDtype> constexpr TileKernel bf16_kernel() {
-  return {load_query_bf16, scores_bf16_of<kDtype>, values_bf16_of<kDtype>, true, 0.0f, kBeginUnit};
-}
-constexpr TileKernel int8_kernel() {
-  return {load_query_int8, scores_int8_tiles, values_bf16_of<OCT_I8>, true, 0x1p-24f, kBeginUnit};
 }
 
 }  // namespace OCT_ISA
