@@ -43,12 +43,10 @@ class EngineCore:
         self._clock = clock
         # A proposer guesses from tokens that are known: with it no step is planned ahead.
         self._overlap = 0 if proposer is not None else settings.overlap
-        self._costs = Costs(geometry.bytes_per_block, geometry.block_size)
-        self.kv = make_kv(geometry, settings, self._costs)
-        self._scheduler = Scheduler(
-            self.kv, self._costs, geometry, settings, eos_token_ids, constraints, proposer, clock
-        )
-        self._ledger = self._scheduler.ledger
+        self.costs = Costs(geometry.bytes_per_block, geometry.block_size)
+        self.kv = make_kv(geometry, settings, self.costs)
+        self.scheduler = Scheduler(self.kv, self.costs, geometry, settings, eos_token_ids, constraints, proposer, clock)
+        self._ledger = self.scheduler.ledger
         self._flights: deque[Plan] = deque()
         self._steps = self._step_tokens = 0
         self._step_s = self._schedule_s = self._sample_s = 0.0
@@ -56,11 +54,11 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. A refusal is a terminal delta a choice in the next `step`."""
-        self._scheduler.add(request)
+        self.scheduler.add(request)
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """End a request, or one of its choices. Its blocks are free at once. Idempotent."""
-        self._scheduler.abort(request_id, choice)
+        self.scheduler.abort(request_id, choice)
 
     def has_work(self) -> bool:
         """Is any request alive, any step in flight, any delta not yet given out?"""
@@ -74,7 +72,7 @@ class EngineCore:
         """
         began = time.perf_counter()
         waited = 0.0
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         try:
             if plan is not None:
                 self._flights.append(plan)
@@ -97,15 +95,15 @@ class EngineCore:
         return StepOut(tuple(self._ledger.take_deltas()), self.stats())
 
     def _finish(self, plan: Plan, result: Result) -> None:
-        self._scheduler.update(plan, result)
+        self.scheduler.update(plan, result)
         tokens = sum(len(row.tokens) for row in plan.rows)
         self._steps += 1
         self._step_tokens += tokens
         self._sample_s += result.sample_s
         self._last_step = self._clock()
-        self._costs.saw_copy(result.copy_bytes, result.copy_s)
+        self.costs.saw_copy(result.copy_bytes, result.copy_s)
         if tokens >= MEASURED_PREFILL and tokens >= 2 * len(plan.rows):
-            self._costs.saw_prefill(tokens, result.compute_s)
+            self.costs.saw_prefill(tokens, result.compute_s)
 
     def _fail(self, error: Exception) -> None:
         failed = self._flights.popleft()
@@ -117,7 +115,7 @@ class EngineCore:
                 raise
             except Exception:
                 continue
-        self._scheduler.fail(failed.step, f"the step failed: {error}")
+        self.scheduler.fail(failed.step, f"the step failed: {error}")
         self.kv.check()
 
     def control(self, command: str, argument: dict[str, str]) -> Any:
@@ -143,7 +141,7 @@ class EngineCore:
 
     def stats(self) -> Stats:
         """Counters and gauges now."""
-        scheduler, counters, usage = self._scheduler, self._ledger.counters, self.kv.usage()
+        scheduler, counters, usage = self.scheduler, self._ledger.counters, self.kv.usage()
         return Stats(
             step=self._steps,
             time=self._last_step,

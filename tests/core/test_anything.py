@@ -25,6 +25,7 @@ from engine.core.plan import Geometry
 from engine.core.settings import CoreSettings
 from tests.core.world import VOCAB, World
 
+EXAMPLES = 300  # the same ones each time
 PROMPTS = [[5, 6, 8, 9, 10, 11, 12, 13] * 5, [5, 6, 8, 9, 1, 1, 1, 1] * 5, [2, 3] * 20]
 
 
@@ -154,14 +155,14 @@ class Anything(RuleBasedStateMachine):
 
 
 def test_anything_may_happen(request: pytest.FixtureRequest) -> None:
-    examples = request.config.getoption("--thorough") or 150
+    examples = request.config.getoption("--thorough") or EXAMPLES
     run_state_machine_as_test(
         Anything,
         settings=settings(
             max_examples=examples,
             stateful_step_count=25,
             deadline=None,
-            derandomize=examples == 150,
+            derandomize=examples == EXAMPLES,
             database=None,
             suppress_health_check=list(HealthCheck),
         ),
