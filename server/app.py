@@ -19,9 +19,11 @@ from engine.client import EngineClient
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server import (
+    batches,
     chat,
     completions,
     embeddings,
+    files,
     messages,
     messages_wire,
     protocol,
@@ -30,6 +32,7 @@ from server import (
     status,
     tokens,
 )
+from server.batch_runner import BatchRunner
 from server.errors import HTTPError
 from server.gate import Gate
 from server.openapi import document
@@ -67,6 +70,15 @@ ROUTES = (
     Route("POST", "/v1/rerank", embeddings.rerank, embeddings.RerankRequest),
     Route("POST", "/v1/messages", messages.create_message, messages_wire.MessagesRequest, streams=True),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, messages_wire.CountTokensRequest),
+    Route("POST", "/v1/files", files.upload_file),
+    Route("GET", "/v1/files", files.list_files),
+    Route("GET", "/v1/files/{id}", files.get_file),
+    Route("DELETE", "/v1/files/{id}", files.delete_file),
+    Route("GET", "/v1/files/{id}/content", files.get_file_content),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest),
+    Route("GET", "/v1/batches", batches.list_batches),
+    Route("GET", "/v1/batches/{id}", batches.get_batch),
+    Route("POST", "/v1/batches/{id}/cancel", batches.cancel_batch),
     Route("POST", "/tokenize", tokens.tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", tokens.detokenize, protocol.DetokenizeRequest),
     Route("GET", "/health", status.health),
@@ -75,9 +87,18 @@ ROUTES = (
     Route("GET", "/version", status.version),
     Route("GET", "/metrics", status.metrics),
     Route("GET", "/debug/kv", status.debug_kv),
+    Route("GET", "/debug/kv/{block}", status.debug_block),
+    Route("GET", "/debug/live", status.debug_live),
     Route("GET", "/debug/requests", status.debug_requests),
     Route("GET", "/debug/requests/{id}", status.debug_request),
 )
+
+BATCH_ENDPOINTS = {
+    "/v1/chat/completions": chat.chat_completions,
+    "/v1/completions": completions.completions,
+    "/v1/embeddings": embeddings.create_embeddings,
+    "/v1/responses": responses.create_response,
+}
 
 
 def create_app(
@@ -94,6 +115,9 @@ def create_app(
         root_path=settings.root_path,
     )
     app.state.service = service
+    app.state.batches = None
+    if service.store is not None:
+        app.state.batches = BatchRunner(app, service.store, settings, BATCH_ENDPOINTS)
     for route in ROUTES:
         app.add_api_route(route.path, route.handler, methods=[route.method], response_model=None)
     _add_page(app)

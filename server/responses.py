@@ -18,6 +18,7 @@ from server.body import convert
 from server.chat import Chat, check_metadata, prepare
 from server.errors import reply_to
 from server.logprobs import LogprobsWriter
+from server.paging import page
 from server.protocol import ChatRequest
 from server.responses_events import Event, ResponseWriter, sse
 from server.responses_store import Stored
@@ -297,30 +298,4 @@ async def list_input_items(request: Request) -> Response:
     """The input items of a stored response, newest first unless `order=asc`, in pages."""
     service = service_of(request)
     items = service.responses.get(request.path_params["id"], _key(request)).input
-    return json_response(page(items, request, order="desc"))
-
-
-def page(items: list[dict[str, Any]], request: Request, *, order: str) -> dict[str, Any]:
-    """OpenAI's list object of `items` (oldest first) by the query's limit, order, after. Raises InvalidRequest."""
-    query = request.query_params
-    order = query.get("order", order)
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order must be asc or desc, got {order[:40]!r}", param="order")
-    given = query.get("limit", "20")
-    if not given.isdecimal() or len(given) > 4 or not 1 <= int(given) <= 100:
-        raise InvalidRequest(f"limit must be from 1 to 100, got {given[:40]!r}", param="limit")
-    ordered = items if order == "asc" else items[::-1]
-    after = query.get("after")
-    if after is not None:
-        places = [i for i, item in enumerate(ordered) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(f"after names {after[:80]!r}, which is not in the list", param="after")
-        ordered = ordered[places[0] + 1 :]
-    data = ordered[: int(given)]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(ordered) > len(data),
-    }
+    return json_response(page(items, request))

@@ -31,7 +31,10 @@ from engine.errors import ConfigError, OctavoError
 from server.settings import ApiKey, ServerSettings
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from server.batch_runner import BatchRunner
 
 log = logging.getLogger("octavo")
 
@@ -86,6 +89,7 @@ class Daemon:
         self._failure: ConfigError | None = None
         self._status = 0
         self._stopping: asyncio.Task[None] | None = None
+        self._batches: BatchRunner | None = None
         own = settings.server
         self._client = ProcessClient(
             settings.engine,
@@ -119,7 +123,8 @@ class Daemon:
             with ThreadPoolExecutor(1, thread_name_prefix="opening") as helper:
                 path = await loop.run_in_executor(helper, lambda: find_model(self._settings.engine, progress=True))
                 starting = loop.create_task(self._client.start())
-                self._door.app = await loop.run_in_executor(helper, self._application, path)
+                app = await loop.run_in_executor(helper, self._application, path)
+                self._door.app = app
             ready = await starting
         except Exception as error:
             if not isinstance(error, OctavoError):
@@ -135,6 +140,9 @@ class Daemon:
             os.nice(NICE)
         gc.collect()
         gc.freeze()
+        self._batches = app.state.batches
+        if self._batches is not None:
+            self._batches.resume()
         for note in ready.notes:
             log.info(note)
         own, names = self._settings.server, ", ".join(self._api.served_model_names)
@@ -154,7 +162,7 @@ class Daemon:
             took,
         )
 
-    def _application(self, path: Path) -> ASGIApp:
+    def _application(self, path: Path) -> FastAPI:
         from engine.text.chat import ChatTemplate
         from engine.text.tokenizer import Tokenizer
         from server.app import create_app
@@ -175,6 +183,8 @@ class Daemon:
     async def _drain(self) -> None:
         timeout = self._settings.server.shutdown_timeout
         log.info("shutting down: no new requests; those that run have %g s", timeout)
+        if self._batches is not None:
+            await self._batches.close()  # they go on after a restart
         await self._client.drain(timeout)
         self._http.should_exit = True
 

@@ -22,6 +22,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.validate import Limits, add_request
 from server.auth import KeyLimits
 from server.body import convert, read_object, unknown_fields
+from server.file_store import FileStore
 from server.gate import Exchange
 from server.generate import Generation, TextOptions, Usage
 from server.metrics import Metrics
@@ -54,6 +55,7 @@ class Service:
         self._fingerprint = ""
         self.model = settings.served_model_names[0]
         self.responses = ResponseStore()
+        self.store = FileStore(settings.data_dir) if settings.data_dir else None
         self.key_limits = KeyLimits(settings.api_keys)
         build = {"version": version, **settings.extra_labels}
         self.metrics = Metrics(client, self.model, build, aliases=settings.vllm_metric_aliases)
@@ -102,11 +104,29 @@ class Service:
             exchange_of(request).headers["x-octavo-ignored-fields"] = ", ".join(names[:32])
         return wire, raw
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; long texts off the event loop."""
+    async def encode(self, text: str, *, add_special_tokens: bool, fits: str = "") -> list[int]:
+        """Token ids; long texts off the event loop.
+
+        `fits`: the field that must fit the context. What can't is refused after the first part of the text: a
+        tokenizer takes a hundred bytes of memory for each token of a body of many megabytes.
+        """
         if len(text) < _OFF_LOOP_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._encode_long, text, add_special_tokens, fits)
+
+    def _encode_long(self, text: str, add_special_tokens: bool, fits: str) -> list[int]:
+        context = self.limits.max_model_len
+        size = 8 * context
+        while fits and size < len(text):
+            count = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
+            if count > context + 16:  # the cut may split the last few tokens
+                raise InvalidRequest(
+                    f"{fits} has more than {count - 16} tokens; the context has {context}",
+                    param=fits,
+                    code="context_length_exceeded",
+                )
+            size *= 2
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def add_request(
         self,
