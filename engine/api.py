@@ -87,8 +87,8 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     """Ask for a snapshot; answered by `Snapshot` with the same `token`."""
 
     token: int
-    what: Literal["kv", "requests", "request"]
-    id: str = ""
+    what: Literal["kv", "requests", "request", "live", "block"]
+    id: str = ""  # of the request, or the block's number
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):

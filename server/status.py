@@ -90,6 +90,25 @@ async def debug_kv(request: Request) -> Response:
     return json_response(await service_of(request).client.inspect("kv"))
 
 
+async def debug_block(request: Request) -> Response:
+    """One KV block: its references, its holders, and the tokens whose KV it holds, as ids and as text."""
+    service = service_of(request)
+    name = request.path_params["block"]
+    if not name.isdecimal() or len(name) > 10:
+        raise InvalidRequest(f"a block is named by its number, not {name[:40]!r}", param="block")
+    found = await service.client.inspect("block", name)
+    if found is None:
+        raise NotFound(f"there is no block {name}", param="block")
+    return json_response({**found, "text": service.tokenizer.decode(found["tokens"], skip_special_tokens=False)})
+
+
+async def debug_live(request: Request) -> Response:
+    """What the page shows: the state of every block, the block tables, requests, counters. Compact."""
+    service = service_of(request)
+    live = await service.client.inspect("live")
+    return json_response({"status": service.client.health()["status"], **live})
+
+
 async def debug_requests(request: Request) -> Response:
     """Running and waiting requests, and those that ended a short while ago."""
     return json_response(await service_of(request).client.inspect("requests"))

@@ -130,10 +130,17 @@ class EngineCore:
         self._executor.close()
 
     def inspect(self, what: str, request_id: str = "") -> Any:
-        """A JSON-able snapshot: "kv" (every block), "requests" (all, and those that ended lately), "request"."""
+        """A JSON-able snapshot: "kv" (every block), "requests" (all, and those that ended lately), "request",
+
+        "live" (what the page shows, compact), "block" (one block, by its number).
+        """
         match what:
             case "kv":
                 return inspect.memory(self.kv, self.geometry, self._ledger)
+            case "live":
+                return inspect.live(self.kv, self.geometry, self._ledger, self.stats(), self._clock())
+            case "block":
+                return inspect.block(self.kv, self.geometry, self._ledger, int(request_id))
             case "requests":
                 return inspect.requests(self._ledger, self._clock())
             case _:

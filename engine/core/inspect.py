@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import to_builtins
+
+from engine.api import Stats
 from engine.core.ledger import Ledger
 from engine.core.plan import Geometry
 from engine.core.request import Request, Sequence, Status
 from engine.kv import KVManager
+
+FINISHED_SHOWN = 20  # of those that ended, on the page
 
 
 def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
@@ -45,6 +50,62 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: float) -> dict[str, Any]:
+    """What the page shows twice a second, compact: a letter a block (f c u s) and the tables of the sequences."""
+    letters = ["f"] * geometry.num_blocks
+    for view in kv.blocks():
+        letters[view.id] = "cus"[min(2, len(view.holders))]
+    usage = kv.usage()
+    return {
+        "time": now,
+        "block_size": geometry.block_size,
+        "total": usage.total,
+        "free": usage.free,
+        "cached": usage.cached,
+        "shared": usage.shared,
+        "saved_bytes": usage.saved * geometry.bytes_per_block,
+        "host": {"total": usage.host_total, "used": usage.host_used},
+        "disk": {"total": geometry.disk_blocks, "used": usage.disk_used},
+        "states": "".join(letters),
+        "sequences": [
+            {
+                "request": seq.request.add.id,
+                "choice": seq.choice,
+                "table": list(kv.table(seq.id)) if seq.status is Status.RUNNING else [],
+                "host_blocks": -(-seq.confirmed // geometry.block_size) if seq.status is Status.SWAPPED else 0,
+            }
+            for request in ledger.requests.values()
+            for seq in request.sequences
+            if seq.status in (Status.RUNNING, Status.SWAPPED)
+        ],
+        "alive": [_summary(r, now) for r in ledger.requests.values()],
+        "finished": [_summary(r, now) for r in list(ledger.finished)[-FINISHED_SHOWN:]][::-1],
+        "stats": to_builtins(stats),
+    }
+
+
+def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[str, Any] | None:
+    """One block with the ids of the tokens whose KV it holds; None when there is no such block."""
+    if not 0 <= id < geometry.num_blocks:
+        return None
+    view = next((v for v in kv.blocks() if v.id == id), None)
+    if view is None:
+        return {"id": id, "refs": 0, "holders": [], "tokens": []}
+    names = {seq.id: seq for r in ledger.requests.values() for seq in r.sequences}
+    holders = [names[s] for s in view.holders]
+    tokens: tuple[int, ...] = kv.content(id)
+    if not tokens and holders:
+        table = list(kv.table(holders[0].id))
+        at = table.index(id) * geometry.block_size if id in table else 0
+        tokens = tuple(holders[0].tokens[at : min(at + geometry.block_size, holders[0].computed)])
+    return {
+        "id": id,
+        "refs": view.refs,
+        "holders": [{"request": h.request.add.id, "choice": h.choice} for h in holders],
+        "tokens": list(tokens),
+    }
+
+
 def requests(ledger: Ledger, now: float) -> dict[str, Any]:
     """What is alive, in order of arrival, and what ended lately, the newest first; without timelines."""
     alive = sorted(ledger.requests.values(), key=lambda r: r.add.arrival)
@@ -76,6 +137,9 @@ def _summary(request: Request, now: float) -> dict[str, Any]:
         "ttft_s": None if request.first_token is None else request.first_token - add.arrival,
         "total_s": end - add.arrival,
         "finished": request.finished is not None,
+        "output_tokens": request.generated,
+        "preemptions": request.preemptions,
+        "choices_total": add.params.n,
         "reasons": {str(choice): reason for choice, reason in sorted(request.reasons.items())},
         "choices": [
             {

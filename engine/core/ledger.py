@@ -74,6 +74,7 @@ class Ledger:
         embedding: bytes = b"",
     ) -> None:
         """One delta; a choice's first one says where the request had been."""
+        request.generated += len(tokens)
         cached, queued = -1, -1.0
         scores: tuple[TokenLogprobs | None, ...] = ()
         if request.scored and not request.scores_told and len(request.scores) == request.prompt_len:

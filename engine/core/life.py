@@ -109,6 +109,7 @@ class Life:
             kv.release(seq.id)
             seq.confirmed = 0
         seq.preemptions += 1
+        seq.request.preemptions += 1
         counters.preemptions_swap += swapped
         counters.preemptions_recompute += not swapped
         counters.cost_swap_s = decision.swap_s if math.isfinite(decision.swap_s) else 0.0

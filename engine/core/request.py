@@ -166,6 +166,8 @@ class Request:
         self.scores: list[TokenLogprobs | None] = [None]  # prompt logprobs so far; the first token has none
         self.scores_told = any(add.resume)
         self.reasons: dict[int, str] = {}
+        self.generated = 0  # tokens told, of all choices
+        self.preemptions = 0  # of all choices
         self._head: list[dict[str, Any]] = []
         self._tail: deque[dict[str, Any]] = deque(maxlen=TIMELINE_EVENTS // 2)
 

@@ -109,5 +109,8 @@ class KVManager(Protocol):
     def blocks(self) -> list[BlockView]:
         """Every device block in use, by id. For people: it walks all tables."""
 
+    def content(self, block: int) -> tuple[int, ...]:
+        """Tokens that the prefix index knows this block to hold; () when at most a sequence knows."""
+
     def check(self) -> None:
         """Raise AssertionError if any count disagrees with what is held. For tests and after a failure."""

@@ -196,6 +196,9 @@ class ContiguousKV:
             BlockView(block, 1, False, (seq,)) for seq, record in self._rows.items() for block in self._held(record)
         ]
 
+    def content(self, block: int) -> tuple[int, ...]:
+        return ()
+
     def _held(self, record: _Row) -> range:
         first = record.row * self.pages_per_row
         return range(first, first + (self._used[record.row] if self._virtual else self.pages_per_row))

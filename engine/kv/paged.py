@@ -312,6 +312,14 @@ class PagedKV:
             if refs
         ]
 
+    def content(self, block: int) -> tuple[int, ...]:
+        node = self._index.owner[block]
+        if node is None:
+            return ()
+        size = len(node.key) // len(node.blocks)
+        at = node.blocks.index(block) * size
+        return node.key[at : at + size]
+
     def check(self) -> None:
         device, host, disk = [0] * self._pool.size, [0] * self._tiers.host.size, [0] * self._tiers.disk.size
         for record in self._sequences.values():
