@@ -99,10 +99,17 @@ def dequantise(blocks: npt.NDArray[np.uint8], ggml_type: int) -> npt.NDArray[np.
         return (np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     import gguf.quants  # only the rarer path pays for this import
 
-    values: npt.NDArray[np.float32] = gguf.quants.dequantize(
-        np.ascontiguousarray(blocks), gguf.GGMLQuantizationType(ggml_type)
-    )
+    kind = TYPES[ggml_type]
+    columns = blocks.shape[1] // kind.size * kind.elements
+    values = np.empty((blocks.shape[0], columns), np.float32)
+    step = max(1, _PIECE // columns)
+    for row in range(0, len(blocks), step):  # in pieces that stay in the cache: several times faster
+        piece = np.ascontiguousarray(blocks[row : row + step])
+        values[row : row + step] = gguf.quants.dequantize(piece, gguf.GGMLQuantizationType(ggml_type))
     return values
+
+
+_PIECE = 1 << 17  # elements
 
 
 class _Malformed(Exception):

@@ -24,6 +24,7 @@ from engine.model.spec import DecoderSpec
 
 Dense = Literal["f32", "f16", "bf16"]
 Quantization = Literal["auto", "none", "int8", "gguf"]
+_PIECE = 1 << 17  # elements
 BLOCK_TYPES = (2, 3, 8, 12)  # ggml types that the native kernels compute with: Q4_0, Q4_1, Q8_0, Q4_K
 
 
@@ -60,15 +61,23 @@ def to_float32(data: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """bf16 as uint16, rounded to nearest even. NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(-1)
+    rounded = np.empty(bits.shape, np.uint16)
+    for start in range(0, len(bits), _PIECE):  # in pieces that stay in the cache: several times faster
+        piece = bits[start : start + _PIECE]
+        out = rounded[start : start + _PIECE]
+        np.right_shift(piece + (((piece >> 16) & 1) + 0x7FFF), 16, out=out, casting="unsafe")
+        nan = (piece & 0x7FFFFFFF) > 0x7F800000
+        if nan.any():
+            out[nan] = (piece[nan] >> 16) | 0x40
+    return rounded.reshape(values.shape)
 
 
 def iter_weights(spec: DecoderSpec, path: str | Path, *, keep_blocks: bool = False) -> Iterator[Weight]:
     """All weights of the model at `path`, in the order of `engine.model.names`.
 
-    `keep_blocks` passes GGUF blocks on that the kernels take as they are; everything else comes dense.
+    `keep_blocks` passes on, as GGUF blocks, what the kernels compute with as it is stored: blocks of GGUF files, and
+    quantised safetensors that fit such blocks exactly. Everything else comes dense.
     Memory: one weight at a time beyond the mapped file. Raises ConfigError naming the first tensor that is
     missing, left over or of a wrong shape.
     """
@@ -132,6 +141,14 @@ class _DenseSource:
         return self._files.names()
 
     def take(self, rule: Rule, keep_blocks: bool) -> Weight:
+        packed = self._files.blocks(rule.source) if keep_blocks and not rule.transpose else None
+        if packed is not None:
+            blocks, ggml_type = packed
+            kind = TYPES[ggml_type]
+            if rule.rows is not None:
+                blocks = blocks[rule.rows]
+            shape = (len(blocks), blocks.shape[1] // kind.size * kind.elements)
+            return Weight(rule.name, np.ascontiguousarray(blocks), "blocks", shape, ggml_type)
         data, dtype = self._files.read(rule.source)
         if dtype not in ("f32", "f16", "bf16"):
             if dtype != "f64":
@@ -216,14 +233,14 @@ def load_native(
 ) -> None:
     """Give every weight at `path` to the native model; the caller finishes it.
 
-    quantization: "none" keeps matrices in `dtype`; "int8" one scale per 32 inputs; "gguf" keeps the 4 and 8 bit
-    blocks of a GGUF file (in a directory that `pull` made: of the GGUF beside the safetensors); "auto" = "gguf"
-    for a GGUF file, "none" for a directory. float32 computes exactly, so "auto" dequantises for it.
+    quantization: "none" keeps matrices in `dtype`; "int8" as 8 bits with one scale per 32 inputs; "auto" keeps 4 and
+    8 bit blocks as the files hold them, and what is dense in `dtype` (float32 computes exactly: then everything is
+    dequantised); "gguf" is the same for the GGUF file beside the safetensors, where there is one.
     """
     path = Path(path)
     if quantization == "gguf":
         path = gguf_of(path)
-    keep_blocks = quantization == "gguf" or (quantization == "auto" and path.is_file() and dtype == "bfloat16")
+    keep_blocks = quantization == "gguf" or (quantization == "auto" and dtype == "bfloat16")
     kept = _W_Q8 if quantization == "int8" else _W_F32 if dtype == "float32" else _W_BF16
     for weight in _alike(iter_weights(spec, path, keep_blocks=keep_blocks)):
         rows, cols = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
