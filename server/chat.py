@@ -80,9 +80,17 @@ def template_switches(service: Service, wire: ChatRequest) -> dict[str, Any]:
 
 
 async def render(
-    service: Service, wire: ChatRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    service: Service,
+    wire: ChatRequest,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    *,
+    fits: bool = True,
 ) -> list[int]:
-    """Prompt tokens of a chat. What may take long is done on a thread: it must not hold up the streams."""
+    """Prompt tokens of a chat, which must fit the context where `fits` says so.
+
+    What may take long is done on a thread: it must not hold up the streams.
+    """
     if wire.continue_final_message and wire.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -104,7 +112,8 @@ async def render(
     )
     quick = len(messages) <= QUICK_MESSAGES and not tools and template is service.template
     text = draw() if quick else await asyncio.to_thread(draw)
-    return await service.encode(text, add_special_tokens=bool(wire.add_special_tokens))
+    field = "messages" if fits and wire.truncate_prompt_tokens is None else ""
+    return await service.encode(text, add_special_tokens=bool(wire.add_special_tokens), fits=field)
 
 
 @dataclass

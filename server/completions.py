@@ -46,6 +46,7 @@ async def read_prompts(service: Service, wire: CompletionRequest) -> list[Prompt
     if given is None or given == "":
         return [Prompt([_separator(service)], "")]
     special = wire.add_special_tokens is not False
+    fits = "" if wire.truncate_prompt_tokens is not None else "prompt"
     if isinstance(given, str):
         given = [given]
     if not len(given) >= 1:
@@ -57,7 +58,7 @@ async def read_prompts(service: Service, wire: CompletionRequest) -> list[Prompt
     prompts = []
     for item in given:
         if isinstance(item, str) and isinstance(given[0], str):
-            tokens = await service.encode(item, add_special_tokens=special) or [_separator(service)]
+            tokens = await service.encode(item, add_special_tokens=special, fits=fits) or [_separator(service)]
             prompts.append(Prompt(tokens, item))
         elif isinstance(item, list) and isinstance(given[0], list):
             check_token_ids("prompt", item, service.limits.vocab_size)

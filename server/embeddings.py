@@ -158,7 +158,7 @@ async def _texts(service: Service, texts: list[str], param: str) -> list[list[in
     _check_count(texts, param)
     if "" in texts:
         raise InvalidRequest(f"{param} has an empty text; there is no vector for nothing", param=param)
-    return [await service.encode(text, add_special_tokens=True) for text in texts]
+    return [await service.encode(text, add_special_tokens=True, fits="input") for text in texts]
 
 
 def _check_count(inputs: Sequence[object], param: str) -> None:

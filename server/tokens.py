@@ -13,6 +13,8 @@ from server.chat import check_messages, plan_output, render
 from server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from server.service import Service, json_response, service_of
 
+MAX_CHARACTERS = 1 << 20  # the tokenizer takes about a hundred bytes of memory for each
+
 
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a chat, as a generation would see them."""
@@ -23,6 +25,11 @@ async def tokenize(request: Request) -> Response:
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if wire.prompt is not None:
+        if len(wire.prompt) > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"prompt has {len(wire.prompt)} characters, at most {MAX_CHARACTERS} are tokenised at once",
+                param="prompt",
+            )
         tokens = await service.encode(wire.prompt, add_special_tokens=wire.add_special_tokens is not False)
     else:
         tokens = await _chat_tokens(service, wire, raw)
@@ -43,7 +50,7 @@ async def _chat_tokens(service: Service, wire: TokenizeRequest, raw: dict[str, A
         chat_template_kwargs=wire.chat_template_kwargs,
     )
     messages = check_messages(chat.messages, raw["messages"])
-    return await render(service, chat, messages, (await plan_output(service, chat)).tools)
+    return await render(service, chat, messages, (await plan_output(service, chat)).tools, fits=False)
 
 
 async def detokenize(request: Request) -> Response:

@@ -55,3 +55,13 @@ async def test_the_model_is_listed_under_each_of_its_names(api: Api):
         assert model["object"] == "model"
         assert model["max_model_len"] == 512
         assert (await api.http.get(f"/v1/models/{model['id']}")).json() == model
+
+
+async def test_a_text_far_beyond_the_context_is_refused_before_all_of_it_is_tokenised(api: Api):
+    for text in ("word " * 500_000, "a" * 2_000_000, " " * 2_000_000):
+        error = await api.refused("/v1/completions", {"model": "m", "prompt": text})
+        assert error["code"] == "context_length_exceeded"
+        assert (await api.refused("/v1/chat/completions", chat_body(text)))["code"] == "context_length_exceeded"
+        assert (await api.refused("/tokenize", {"prompt": text}))["param"] == "prompt"
+    await api.ok("/v1/completions", {"model": "m", "prompt": "word " * 50_000, "truncate_prompt_tokens": 9})
+    assert len(api.client.submitted[0].prompt) == 9
