@@ -8,8 +8,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import gguf
 import msgspec
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from engine.core.plan import LAST_SAMPLED, Executor, Geometry, KVOp, Plan, Row, Sampled, SlotParams
@@ -64,6 +66,37 @@ def tiny_model(directory: Path, seed: int = 0, **config: object) -> Path:
     save_file(weights, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+def tiny_gguf(model: Path, quantisation: gguf.GGMLQuantizationType) -> Path:
+    """The tiny model's matrices as blocks of a GGUF file. Its rows are not put in GGUF's order for rotation, so it
+    is another model than the directory, just as good for comparing schedules."""
+    path = model / f"{quantisation.name}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INTER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_SIZE)
+    writer.add_value_length(HEAD_SIZE)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCAB)
+    writer.add_token_list([f"<{i}>" for i in range(VOCAB)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    with safe_open(model / "model.safetensors", "np") as weights:
+        for name in weights.keys():  # noqa: SIM118 (no mapping: it can't be iterated)
+            stem = names.get_name(name.removesuffix(".weight"))
+            values = weights.get_tensor(name)
+            kept = quantisation if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(f"{stem}.weight", gguf.quants.quantize(values, kept), raw_dtype=kept)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @dataclass

@@ -216,9 +216,7 @@ def test_a_fork_writes_to_its_own_copy_of_the_shared_block(running: tuple[Execut
     driver, prompt = Driver(*running), prompts([20])[0]
     a, b = driver.free[:2], driver.free[2]
     params = [SlotParams(temperature=1.5, seed=seed, choice=choice) for seed, choice in ((1, 0), (1, 1))]
-    want = [
-        [s.token for s in Driver(*running).generate([Job(prompt, p, 5)])[0].sampled] for p in params
-    ]
+    want = [[s.token for s in Driver(*running).generate([Job(prompt, p, 5)])[0].sampled] for p in params]
     rows = (Row(0, 0, prompt, 0, tuple(a), sample=True),)
     tokens = [[driver.run(Plan(0, rows, slots=((0, params[0]),)))[0].sampled[0].token], []]
     # The fork recomputes the last prompt token in its copy, so as to draw its own first token.
