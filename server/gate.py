@@ -106,6 +106,8 @@ class Gate:
         if reply.status >= 500:
             bug = None if isinstance(error, OctavoError) else error  # ours say what happened; a bug needs its trace
             logger.error("%s %s [%s]: %s", scope["method"], scope["path"], exchange.id, error, exc_info=bug)
+        elif scope["method"] == "POST":
+            logger.info("POST %s [%s] %d: %s", scope["path"], exchange.id, reply.status, reply.message[:200])
         if exchange.started:
             raise error  # the server closes the connection: a cut response must not look complete
         body = reply.body(scope["path"])

@@ -7,6 +7,8 @@ async with run: async for index, piece in run.pieces(): ...
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,6 +19,8 @@ from starlette.requests import Request
 from server.generate import Generation, Piece, Usage, close_all, merged, start_all
 from server.service import Service, exchange_of
 from server.sse import or_disconnect
+
+logger = logging.getLogger("octavo.http")
 
 T = TypeVar("T")
 
@@ -31,6 +35,8 @@ class Run:
         self._exchange = exchange_of(request)
         self._place = ExitStack()
         self._starting: asyncio.Task[None] | None = None
+        self._began = time.monotonic()
+        self._logged = False
 
     async def start(self) -> None:
         """Submit, and wait for the first tokens: so refusals have a status, and the headers can tell the first wait.
@@ -38,6 +44,10 @@ class Run:
         After `keep_alive_s` it returns all the same, and the response begins without them.
         """
         key = self._exchange.key
+        if self._service.settings.log_prompts:
+            for generation in self.generations:
+                text = self._service.tokenizer.decode(generation.request.prompt)
+                logger.info("%s prompt %r", generation.request.id, text)
         try:
             self._place.enter_context(self._service.key_limits.admitted(key))
             self._place.callback(lambda: self._service.key_limits.spend(key, self.usage.total))
@@ -104,6 +114,21 @@ class Run:
             await asyncio.gather(self._starting, return_exceptions=True)
         await close_all(self.generations)
         self._place.close()
+        if self._exchange.generated and not self._logged:
+            self._logged = True
+            usage, timing = self.usage, self.timing
+            logger.info(
+                "%s %s: %d + %d tokens, %d cached, queued %.3f s, first token %.3f s, in all %.3f s%s",
+                self.generations[0].request.id,
+                self._request.url.path,
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.cached_tokens,
+                timing["queue_s"],
+                timing["ttft_s"],
+                time.monotonic() - self._began,
+                f", key {self._exchange.key.label}" if self._exchange.key else "",
+            )
 
     async def __aenter__(self) -> Run:
         return self
