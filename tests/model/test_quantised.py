@@ -37,7 +37,7 @@ def integers(shape: tuple[int, int], bits: int, group: int, *, symmetric: bool) 
     """Unsigned values [out, in], scales and zeros [out, groups], the group of each input."""
     rows, columns = shape
     values = torch.randint(0, 1 << bits, shape)
-    scales = (torch.rand(rows, columns // group) * 0.02 + 0.005).half()
+    scales = ((torch.rand(rows, columns // group) * 0.02 + 0.005) * 2.0 ** (4 - bits)).half()
     zeros = torch.full_like(scales, 1 << (bits - 1)).long()
     if not symmetric:
         zeros = torch.randint(1, 1 << bits, scales.shape)
