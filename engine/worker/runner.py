@@ -36,9 +36,9 @@ class Runner:
     def run(self, plan: Plan) -> Result:
         """One step. Raises RequestFailed for what can't be run; the state of other slots stays good."""
         slots = self._slots
-        copy_bytes, copy_s = self._storage.run(plan.ops, dict(plan.disk_keys))
         for slot, params in plan.slots:
             slots.take(slot, params)
+        copy_bytes, copy_s = self._storage.run(plan.ops, dict(plan.disk_keys))
         if not plan.rows:
             return Result((), copy_s=copy_s, copy_bytes=copy_bytes)
         batch = build_batch(plan, slots)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.core.plan import KVOp
-from engine.errors import RequestFailed
+from engine.errors import OctavoError, RequestFailed
 from engine.worker.tiers import DiskTier, HostPool
 
 Bytes = npt.NDArray[np.uint8]
@@ -85,16 +85,26 @@ class KVStorage:
         self._disk = disk
 
     def run(self, ops: tuple[KVOp, ...], disk_keys: dict[int, bytes]) -> tuple[int, float]:
-        """Run the operations in order. Returns the bytes moved and the seconds it took."""
+        """Run the operations in order. Returns the bytes moved and the seconds it took.
+
+        An operation that fails keeps none of the others from running: they may belong to sequences that are not in
+        this plan. The first failure is raised at the end.
+        """
         if not ops:
             return 0, 0.0
         start = time.perf_counter()
         moved = 0
+        failure: OctavoError | None = None
         for run in runs(ops):
-            self._check(run)
-            self._move(run, disk_keys)
+            try:
+                self._check(run)
+                self._move(run, disk_keys)
+            except OctavoError as error:
+                failure = failure or error
             if run.kind not in ("map", "unmap"):
                 moved += run.n
+        if failure is not None:
+            raise failure
         return moved * self._device.bytes_per_block, time.perf_counter() - start
 
     def _move(self, run: Run, disk_keys: dict[int, bytes]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import ConfigError, RequestFailed
+from engine.errors import ConfigError, EngineDead
 from engine.worker.settings import ExecutorSettings, host_blocks
 
 Bytes = npt.NDArray[np.uint8]
@@ -96,9 +96,13 @@ class DiskTier:
         self._records[block, 0] = self._checksum(block)
 
     def read(self, block: int, into: Bytes) -> None:
-        """Bring a block back. Raises RequestFailed when its bytes are not what was written."""
+        """Bring a block back.
+
+        Raises EngineDead when its bytes are not what was written: the index counts on them for whoever comes, so
+        only a fresh engine, whose `index` leaves the damaged block out, can go on.
+        """
         if self._checksum(block) != int(self._records[block, 0]):
-            raise RequestFailed(f"KV block {block} in {self.path} is damaged: its checksum doesn't match")
+            raise EngineDead(f"KV block {block} in {self.path} is damaged: its checksum doesn't match")
         into[:] = self._blocks[block]
 
     def _checksum(self, block: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.attention.cache import KVCache
 from engine.core.plan import KVOp
-from engine.errors import ConfigError, RequestFailed
+from engine.errors import ConfigError, EngineDead, RequestFailed
 from engine.worker.storage import KVStorage, runs
 from engine.worker.tiers import DiskTier, HostPool
 from engine.worker.torch_blocks import TorchBlocks
@@ -101,6 +101,14 @@ def test_an_operation_outside_of_its_pool_is_refused(kind: str, src: int, dst: i
     assert (device.blocks == before).all()
 
 
+def test_an_operation_that_fails_keeps_none_of_the_others_from_running() -> None:
+    device, host = PlainBlocks(), HostPool(HOST, WIDTH)
+    with pytest.raises(RequestFailed, match="copy"):
+        KVStorage(device, host, None).run((KVOp("copy", 0, BLOCKS), KVOp("out", 2, 3), KVOp("out", 4, 5)), {})
+    assert (host.blocks[3] == device.blocks[2]).all()
+    assert (host.blocks[5] == device.blocks[4]).all()
+
+
 def disk(directory: Path, fingerprint: str = "f") -> DiskTier:
     return DiskTier(directory, DISK * (WIDTH + 256 + 8 * 4 + 16), WIDTH, 4, fingerprint)
 
@@ -149,7 +157,7 @@ def test_a_damaged_disk_block_is_noticed_when_it_is_read_and_at_the_next_start(t
     tier.path.write_bytes(data)
 
     tier = disk(tmp_path)
-    with pytest.raises(RequestFailed, match="damaged"):
+    with pytest.raises(EngineDead, match="damaged"):
         tier.read(0, np.zeros(WIDTH, np.uint8))
     assert tier.index() == ((1, b"k1"),)
     tier.close()
