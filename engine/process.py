@@ -8,6 +8,7 @@ end this process: what can't be decoded is logged and dropped.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -45,6 +46,7 @@ from engine.errors import ConfigError, OctavoError
 
 log = logging.getLogger("octavo.engine")
 
+LOG_FORMAT, LOG_TIME = "%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"
 HEARTBEAT_S = 1.0  # a busy loop says so at least this often, also when nothing came of its steps
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of this process may hold the interpreter
 PR_SET_PDEATHSIG = 1
@@ -226,11 +228,13 @@ def main(directory: Path) -> int:
     sockets = Sockets(directory)
     try:
         start = sockets.start()
-        logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=start.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
         engine = build_or_tell(start.factory, start.config, sockets.send)
         if engine is None:
             return 2
         die_with_parent()
+        gc.collect()
+        gc.freeze()  # what stands now stays: no collection has to walk it
         run(engine, sockets.receive, sockets.send)
         return 0
     finally:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from engine import config
@@ -124,10 +125,9 @@ def parser() -> Parser:
     doctor.add_argument("--json", action="store_true", help="as JSON")
     config.add_options(doctor, config.ENGINE_GROUPS, everything=False)
 
-    bench = command("bench", run_module, "measure a server, steps, kernels (octavo bench NAME --help)", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    plan = command("plan", run_module, "plan capacity with the real scheduler on a virtual clock", add_help=False)
-    plan.add_argument("rest", nargs=argparse.REMAINDER)
+    # Only for the list: `main` hands these to their own modules.
+    commands.add_parser("bench", help="measure a server, steps, kernels (octavo bench NAME --help)")
+    commands.add_parser("plan", help="plan capacity with the real scheduler on a virtual clock")
 
     completion = command("completion", run_completion, "print a completion script for your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -208,22 +208,20 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_module(args: argparse.Namespace) -> int:
+def run_module(command: str, rest: Sequence[str]) -> int:
     """`octavo bench NAME ...` and `octavo plan ...`: modules with `add_arguments(parser)` and `main(args)`."""
-    command = args.parser.prog.split()[-1]
-    rest = [a for a in args.rest if a != "--"] if command == "bench" else args.rest
+    name = "server.plan"
     if command == "bench":
-        if not rest or rest[0] in ("-h", "--help"):
-            print(f"usage: octavo bench {{{','.join(BENCHES)}}} ...\n\nEach has its own --help.")
-            return 0 if rest else 2
-        if rest[0] not in BENCHES:
-            near = difflib.get_close_matches(rest[0], BENCHES, 1)
+        benches = [name for name in BENCHES if find_spec(f"server.bench.{name}")]
+        chosen = rest[0] if rest else "--help"
+        if chosen in ("-h", "--help"):
+            print(f"usage: octavo bench {{{','.join(benches)}}} ...\n\nEach has its own --help.")
+            return 0
+        if chosen not in benches:
+            near = difflib.get_close_matches(chosen, benches, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"octavo bench {rest[0]}: there is {', '.join(BENCHES)}{hint}")
-        name, rest = f"server.bench.{rest[0]}", rest[1:]
-        command = f"bench {args.rest[0]}"
-    else:
-        name = "server.plan"
+            raise ConfigError(f"bench {chosen}: no such benchmark among {', '.join(benches)}{hint}")
+        name, rest, command = f"server.bench.{chosen}", rest[1:], f"bench {chosen}"
     module = importlib.import_module(name)
     sub = Parser(prog=f"octavo {command}", description=(module.__doc__ or "").split("\n\n")[0])
     module.add_arguments(sub)
@@ -240,7 +238,10 @@ def run_completion(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. What the user can put right is one line on stderr and exit code 2."""
     try:
-        args = parser().parse_args(argv)
+        given = list(sys.argv[1:] if argv is None else argv)
+        if given and given[0] in ("bench", "plan"):
+            return run_module(given[0], given[1:])
+        args = parser().parse_args(given)
         return int(args.run(args))
     except OctavoError as error:
         print(f"octavo: {error}", file=sys.stderr)
