@@ -8,7 +8,7 @@ TORCH       ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null)
 
-.PHONY: install serve test check clean
+.PHONY: install serve test test-tools check clean
 
 install: $(VENV)/.installed
 
@@ -27,7 +27,14 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check
+# What the tests need of the system: name of the command = Debian package.
+TOOLS := chromium=chromium
+test-tools:
+	@for pair in $(TOOLS); do command -v $${pair%%=*} >/dev/null || missing="$$missing $${pair##*=}"; done; \
+	if [ -n "$$missing" ]; then echo "installing for the tests:$$missing"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; fi
+
+test: check test-tools
 	$(BIN)/octavo pull smollm2
 	$(BIN)/pytest
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import to_builtins
-
 from engine.api import Stats
 from engine.core.ledger import Ledger
 from engine.core.plan import Geometry
@@ -80,7 +78,7 @@ def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: f
         ],
         "alive": [_summary(r, now) for r in ledger.requests.values()],
         "finished": [_summary(r, now) for r in list(ledger.finished)[-FINISHED_SHOWN:]][::-1],
-        "stats": to_builtins(stats),
+        "stats": {name: getattr(stats, name) for name in stats.__struct_fields__},
     }
 
 
