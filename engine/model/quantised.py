@@ -7,6 +7,7 @@ Quantised activations are not computed with: a weight meets the activations as t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,15 @@ class QuantisedFiles:
             return read.blocks() if isinstance(read, Grouped) else None
         except _UNREADABLE as error:
             raise self._error(name, error) from error
+
+    def is_quantised(self, name: str) -> bool:
+        return name in self._quantised
+
+    @functools.cached_property
+    def block_type(self) -> int:
+        """ggml type that the first quantised tensor fits, standing for all; -1 = they are dequantised."""
+        found = self.blocks(min(self._quantised)) if self._quantised else None
+        return found[1] if found else -1
 
     def _grouped(self, name: str) -> Grouped | npt.NDArray[np.float32]:
         return _READERS[self._method](_Stem(self._files, name.removesuffix(".weight")), self._options)

@@ -82,25 +82,35 @@ def iter_weights(spec: DecoderSpec, path: str | Path, *, keep_blocks: bool = Fal
     missing, left over or of a wrong shape.
     """
     path = Path(path)
-    source: _Source
-    if path.is_file():
-        file = GGUFFile(path)
-        source, rules = _GGUFSource(file), gguf_rules(spec, file.metadata["general.architecture"])
-    else:
-        files = SafetensorsFiles(path)
-        stored = QuantisedFiles.wrap(files, read_config(path))
-        source, rules = _DenseSource(stored), safetensors_rules(spec, stored.names())
-    rules = _present(rules, source, path)
-    for rule in rules:
+    source, rules = _open(spec, path)
+    for rule in _present(rules, source, path):
         weight = source.take(rule, keep_blocks)
         if weight.shape != rule.shape:
             raise ConfigError(f"{path}: tensor {rule.source} gives {weight.shape} for {rule.name}, not {rule.shape}")
         yield weight
 
 
+def kept_types(spec: DecoderSpec, path: Path) -> dict[str, int]:
+    """ggml type of every weight that `iter_weights(keep_blocks=True)` gives as blocks, -1 for the others.
+
+    Reads headers; of a quantised checkpoint also one layer, whose form stands for all.
+    """
+    source, rules = _open(spec, path)
+    return {rule.name: source.kept_type(rule) for rule in _present(rules, source, path)}
+
+
+def _open(spec: DecoderSpec, path: Path) -> tuple[_Source, list[Rule]]:
+    if path.is_file():
+        file = GGUFFile(path)
+        return _GGUFSource(file), gguf_rules(spec, file.metadata["general.architecture"])
+    stored = QuantisedFiles.wrap(SafetensorsFiles(path), read_config(path))
+    return _DenseSource(stored), safetensors_rules(spec, stored.names())
+
+
 class _Source(Protocol):
     def names(self) -> set[str]: ...
     def take(self, rule: Rule, keep_blocks: bool) -> Weight: ...
+    def kept_type(self, rule: Rule) -> int: ...
 
 
 def _present(rules: list[Rule], source: _Source, path: Path) -> list[Rule]:
@@ -156,6 +166,9 @@ class _DenseSource:
             data, dtype = data.astype(np.float32), "f32"
         return _dense(rule, data, dtype)
 
+    def kept_type(self, rule: Rule) -> int:
+        return self._files.block_type if self._files.is_quantised(rule.source) else -1
+
 
 def _dense(rule: Rule, data: npt.NDArray[Any], dtype: str) -> Weight:
     """Apply a rule to dense storage."""
@@ -199,6 +212,10 @@ class _GGUFSource:
         if keep_blocks and tensor.type in BLOCK_TYPES:
             return Weight(rule.name, np.ascontiguousarray(blocks), "blocks", shape, tensor.type)
         return Weight(rule.name, dequantise(blocks, tensor.type).reshape(shape), "f32", shape)
+
+    def kept_type(self, rule: Rule) -> int:
+        kind = self._file.tensors[rule.source].type
+        return kind if kind in BLOCK_TYPES and len(rule.shape) == 2 else -1
 
 
 def _floats(blocks: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], Dense]:
