@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -143,7 +144,15 @@ async def _framework_error(request: Request, error: Exception) -> Response:
         404: f"there is no route {request.method} {request.url.path[:200]}",
         405: f"{request.method[:20]} is not allowed on {request.url.path[:200]}",
     }.get(error.status_code, str(error.detail))
-    raise HTTPError(error.status_code, message, headers=dict(error.headers or {}))
+    headers = {"allow": _allowed(request)} if error.status_code == 405 else {}
+    raise HTTPError(error.status_code, message, headers=headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of every route of this path: the framework names those of the first one only."""
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 def _add_page(app: FastAPI) -> None:

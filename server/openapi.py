@@ -28,6 +28,19 @@ _ERROR = {
     },
 }
 
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
 _GENERATING = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
 
 
@@ -47,7 +60,7 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
         "info": {"title": "Octavo", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
+            "schemas": {**components, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
@@ -76,7 +89,8 @@ def _operation(route: Route, path: str, body: dict[str, Any] | None) -> dict[str
 
 
 def _errors(route: Route, path: str) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     if path.startswith("/health"):
         return {"503": {"description": "Not now.", "content": {"application/json": {"schema": {"type": "object"}}}}}
     codes = _GENERATING if route.method == "POST" else ("400", "401", "404", "500", "503")

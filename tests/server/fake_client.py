@@ -182,6 +182,8 @@ class FakeClient:
     async def inspect(self, what: str, request_id: str = "") -> Any:
         if what == "request":
             return {"id": request_id} if request_id in self.live else None
+        if what == "block":
+            return {"tokens": [5, 6, 7]} if int(request_id) < 64 else None
         return {"what": what, "ids": list(self.live)}
 
     async def control(self, command: str, argument: dict[str, str]) -> Any:

@@ -62,6 +62,7 @@ async def test_a_wrong_method_is_405_and_names_the_right_one(api: Api):
     response = await api.http.get(CHAT)
     error_of(response, 405)
     assert response.headers["allow"] == "POST"
+    assert (await api.http.put("/v1/files")).headers["allow"] == "GET, POST"
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         error_of(await api.http.request(method, CHAT), 405)
 
