@@ -139,19 +139,22 @@ static void values_bf16_tiles(const uint8_t* const* v, int tiles, int rows, int 
 // The query as round(q / scale) = 256 * hi + lo, |.| <= 32512: hi at s.query, lo kUnitRows * dims bytes behind.
 static void load_query_int8(const void* q, bool, int size, int dims, int row, AttentionScratch& s) {
   int8_t *hi = (int8_t*)s.query + row * dims, *lo = hi + kUnitRows * dims;
-  float top = 0;
-  bool finite = true;
-  for (int i = 0; i < size; i++) {
-    float a = fabsf(bf16_to_float(((const bf16*)q)[i]));
-    finite &= a < INFINITY;
-    top = a > top ? a : top;
+  alignas(64) bf16 x[kMaxHeadSize];
+  memcpy(x, q, (size_t)size * 2);
+  memset(x + size, 0, (size_t)(dims - size) * 2);
+  vf top = {}, poison = {};
+  for (int i = 0; i < dims; i += kLanes) {
+    top = max(abs(load_bf16(x + i)), top);
+    poison += load_bf16(x + i) * splat(0.0f);  // NaN when one is NaN or infinite
   }
-  s.query_scale[row] = finite ? top / 32512.0f : NAN;
-  const float inverse = finite && top > 1e-30f ? 32512.0f / top : 0.0f;
-  for (int i = 0; i < dims; i++) {
-    int x = i < size && finite ? (int)lrintf(bf16_to_float(((const bf16*)q)[i]) * inverse) : 0;
-    hi[i] = (int8_t)((x + 128) >> 8);
-    lo[i] = (int8_t)(x - hi[i] * 256);
+  const float largest = max_lanes(top)[0];
+  s.query_scale[row] = largest / 32512.0f + sum_lanes(poison)[0];
+  const vf inverse = splat(largest > 1e-30f && largest < INFINITY ? 32512.0f / largest : 0.0f);
+  for (int i = 0; i < dims; i += kLanes) {
+    vi whole = round_to_int(load_bf16(x + i) * inverse), high = (whole + 128) >> 8, low = whole - (high << 8);
+    vb h = __builtin_convertvector(high, vb), l = __builtin_convertvector(low, vb);
+    memcpy(hi + i, &h, sizeof h);
+    memcpy(lo + i, &l, sizeof l);
   }
 }
 

@@ -11,24 +11,27 @@ namespace OCT_ISA {
 
 constexpr float kNothing = -1e30f;
 
+// t = scale * score in log2 units, or cap * tanh(scale * score).
 struct SoftmaxParams {
-  float scale;            // score to log2 units, when there is no cap
-  float cap_in, cap_out;  // t = cap_out * tanh(cap_in * score)
+  float scale, cap;
   bool capped;
 
   explicit SoftmaxParams(const oct_spec& spec) {
     const float log2e = 1.44269504f;
     capped = spec.attn_softcap > 0;
-    scale = spec.attn_scale * log2e;
-    cap_in = capped ? spec.attn_scale / spec.attn_softcap : 0;
-    cap_out = spec.attn_softcap * log2e;
+    scale = capped ? spec.attn_scale / spec.attn_softcap : spec.attn_scale * log2e;
+    cap = spec.attn_softcap * log2e;
   }
 };
 
 // 2^x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, 0 below -126, NaN for NaN.
 OCT_INLINE vf exp2_negative(vf x) {
-  vi n = round_to_int(x < splat(-126.0f) ? splat(-126.0f) : x);
-  vf r = x - to_float(n);
+#if defined(__AVX512F__)
+  vf n = _mm512_maskz_roundscale_ps(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
+#else
+  vi whole = round_to_int(x < splat(-126.0f) ? splat(-126.0f) : x);
+  vf r = x - to_float(whole);
+#endif
   vf p = splat(1.535336188319500e-4f);
   p = fma(p, r, splat(1.339887440266574e-3f));
   p = fma(p, r, splat(9.618437357674640e-3f));
@@ -36,8 +39,13 @@ OCT_INLINE vf exp2_negative(vf x) {
   p = fma(p, r, splat(2.402264791363012e-1f));
   p = fma(p, r, splat(6.931472028550421e-1f));
   p = fma(p, r, splat(1.0f));
-  vf e = p * (vf)((n + 127) << 23);
+#if defined(__AVX512F__)
+  __mmask16 counts = _mm512_cmp_ps_mask(x, splat(-126.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(counts, p, n);
+#else
+  vf e = p * (vf)((whole + 127) << 23);
   return x < splat(-126.0f) ? (vf){} : e;
+#endif
 }
 
 OCT_INLINE vi lane_numbers() {
@@ -58,45 +66,49 @@ OCT_INLINE vf max_lanes(vf v) {
 struct SoftmaxState { float maximum, sum; };
 
 OCT_INLINE void store_weight(float* p, vf v) { store(p, v); }
-OCT_INLINE void store_weight(bf16* p, vf v) {
-#if defined(__AVX512BF16__)
-  __m256bh h = _mm512_cvtneps_pbh(v);
-  memcpy(p, &h, sizeof h);
-#else
-  store_bf16(p, v);
-#endif
-}
+OCT_INLINE void store_weight(bf16* p, vf v) { store_rounded(p, v); }
 
-// scores: 64 raw scores of keys first_key ... of which the row sees [low, high]. weights: its 64 weights, times
-// v_scale[i] when that is given. Returns the factor for what was accumulated before.
-template <class W>
-static __attribute__((noinline)) float softmax_group(const float* scores, int first_key, int low, int high,
-                                                     const SoftmaxParams& params, const float* v_scale,
-                                                     SoftmaxState& state, W* weights) {
+// The body of softmax_group; kAll: every key is seen, which spares the masks and changes no bit.
+template <bool kAll, class W>
+static __attribute__((noinline)) float softmax_keys(const float* scores, int first_key, int low, int high,
+                                                    const SoftmaxParams& params, const float* v_scale,
+                                                    SoftmaxState& state, W* weights) {
   constexpr int kVectors = kGroupKeys / kLanes;
   vf t[kVectors];
   vi seen[kVectors];
   vf top = splat(kNothing);
+  OCT_UNROLL for (int i = 0; i < kVectors; i++) t[i] = load(scores + i * kLanes) * splat(params.scale);
+  if (params.capped)
+    for (int i = 0; i < kVectors; i++) t[i] = splat(params.cap) * tanh(t[i]);
   OCT_UNROLL for (int i = 0; i < kVectors; i++) {
     vi key = lane_numbers() + splat_i32(first_key + i * kLanes);
     seen[i] = (key >= splat_i32(low)) & (key <= splat_i32(high));
-    vf s = load(scores + i * kLanes);
-    t[i] = params.capped ? splat(params.cap_out) * tanh(s * splat(params.cap_in)) : s * splat(params.scale);
-    top = max(seen[i] ? t[i] : splat(kNothing), top);
+    top = max(kAll ? t[i] : seen[i] ? t[i] : splat(kNothing), top);
   }
   vf before = splat(state.maximum), highest = max(max_lanes(top), before);
   vf total = {};
   OCT_UNROLL for (int i = 0; i < kVectors; i++) {
     vf w = exp2_negative(t[i] - highest);
-    w = seen[i] ? w : (vf){};
+    if (!kAll) w = seen[i] ? w : (vf){};
     total += w;
-    if (v_scale) w = seen[i] ? w * load(v_scale + i * kLanes) : (vf){};
+    if (v_scale) w = w * load(v_scale + i * kLanes);
+    if (!kAll) w = seen[i] ? w : (vf){};
     store_weight(weights + i * kLanes, w);
   }
   vf factor = exp2_negative(before - highest);
   state.maximum = highest[0];
   state.sum = state.sum * factor[0] + sum_lanes(total)[0];
   return factor[0];
+}
+
+// scores: 64 raw scores of keys first_key ... of which the row sees [low, high]. weights: its 64 weights, times
+// v_scale[i] when that is given. Returns the factor for what was accumulated before.
+template <class W>
+OCT_INLINE float softmax_group(const float* scores, int first_key, int low, int high, const SoftmaxParams& params,
+                               const float* v_scale, SoftmaxState& state, W* weights) {
+  bool all = low <= first_key && high >= first_key + kGroupKeys - 1;
+  return all ? softmax_keys<true>(scores, first_key, low, high, params, v_scale, state, weights)
+             : softmax_keys<false>(scores, first_key, low, high, params, v_scale, state, weights);
 }
 
 // (total, out) becomes the merge of itself and a later split's (part, values).

@@ -17,7 +17,7 @@ namespace OCT_ISA {
 constexpr int kGroupTiles = 4;
 constexpr int kGroupKeys = kGroupTiles * kTile;
 constexpr int kSplitKeys = 256;  // a multiple of kGroupKeys
-constexpr int kUnitRows = 32;    // query rows that share a pass over the keys
+constexpr int kUnitRows = 48;    // query rows that share a pass over the keys
 
 struct AttentionUnit {
   int seq, row0, rows, head0, heads;
@@ -72,7 +72,7 @@ static void attention_plan(StepContext& ctx) {
   auto* plan = (AttentionPlan*)ctx.plan.reserve(tasks_at + (int64_t)max_tasks * (int64_t)sizeof(AttentionTask));
   *plan = {0, 0, tasks_at, units_at, attention_scratch_bytes(spec)};
 
-  const float part_cost = (float)(total / (4 * ctx.threads()));
+  const float part_cost = (float)(total / (8 * ctx.threads()));
   int64_t partial = 0;
   for_each_tile(ctx, [&](int seq, int row0, int rows, int position) {
     int splits = position / kSplitKeys + 1;

@@ -86,8 +86,24 @@ template <class Lane> static void scatter_k(const KvLayout& layout, uint8_t* til
 template <class Element> static void scatter_v(const KvLayout& layout, uint8_t* v, int token, const void* code) {
   const Element* from = (const Element*)code;
   const int group = layout.group;
-  Element* to = (Element*)v + (int64_t)(token / group) * layout.dims * group + token % group;
-  for (int i = 0; i < layout.dims; i++) to[i * group] = from[i];
+  Element* to = (Element*)v + (int64_t)(token / group) * layout.dims * group;
+#if defined(__AVX512BW__)
+  // Sixteen lanes at a time: the element is moved to its place in the lane, the other bytes are left alone.
+  constexpr int kSize = sizeof(Element);
+  if (kSize * group == 4) {
+    const int place = token % group * kSize;
+    const __mmask64 mine = 0x1111111111111111ull * (((1u << kSize) - 1) << place);
+    for (int i = 0; i < layout.dims; i += kLanes) {
+      typedef Element line __attribute__((vector_size(kSize * kLanes)));
+      line x;
+      memcpy(&x, from + i, sizeof x);
+      vu lanes = __builtin_convertvector(x, vu) << (uint32_t)(8 * place);
+      _mm512_mask_storeu_epi8(to + i * group, mine, (__m512i)lanes);
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < layout.dims; i++) to[i * group + token % group] = from[i];
 }
 
 static void kv_write(const KvLayout& layout, uint8_t* piece, int slot, const float* k, const float* v) {
@@ -135,7 +151,7 @@ static void rope_and_write(StepContext& ctx, int layer, int thread) {
     if (ctx.bf16_compute()) {
       bf16* out = (bf16*)ctx.q + (int64_t)row * q_width;
       int i = 0;
-      for (; i + kLanes <= q_width; i += kLanes) store_bf16(out + i, load(q + i));
+      for (; i + kLanes <= q_width; i += kLanes) store_rounded(out + i, load(q + i));
       for (; i < q_width; i++) out[i] = float_to_bf16(q[i]);
     } else {
       memcpy((float*)ctx.q + (int64_t)row * q_width, q, 4 * (size_t)q_width);

@@ -52,11 +52,21 @@ template <int kMantissa> static uint8_t float_to_f8(float f) {
   return sign | (uint8_t)(code > kMax ? kMax : code);
 }
 
+// Nearest, ties to even. The instruction takes denormals for zero.
+OCT_INLINE void store_rounded(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+  __m256bh h = _mm512_cvtneps_pbh(v);
+  memcpy(p, &h, sizeof h);
+#else
+  store_bf16(p, v);
+#endif
+}
+
 // Rounds `dims` values (a multiple of 16) into `out`. Returns the scale: value = scale * stored; 1 unless int8.
 static float encode(const float* x, int dims, int dtype, void* out) {
   switch (dtype) {
     case OCT_F32: memcpy(out, x, 4 * (size_t)dims); break;
-    case OCT_BF16: for (int i = 0; i < dims; i += kLanes) store_bf16((bf16*)out + i, load(x + i)); break;
+    case OCT_BF16: for (int i = 0; i < dims; i += kLanes) store_rounded((bf16*)out + i, load(x + i)); break;
     case OCT_F16: for (int i = 0; i < dims; i++) ((uint16_t*)out)[i] = float_to_f16(x[i]); break;
     case OCT_F8E4M3: for (int i = 0; i < dims; i++) ((uint8_t*)out)[i] = float_to_f8<3>(x[i]); break;
     case OCT_F8E5M2: for (int i = 0; i < dims; i++) ((uint8_t*)out)[i] = float_to_f8<2>(x[i]); break;
