@@ -23,6 +23,7 @@ from engine.process import Engine
 if TYPE_CHECKING:
     from engine.core.plan import Executor, Geometry
     from engine.core.settings import CoreSettings
+    from engine.model.memory import MemoryPlan
     from engine.model.spec import DecoderSpec
     from engine.native import Kernels
     from engine.worker.settings import ExecutorSettings
@@ -43,6 +44,7 @@ class Choice:
 
     backend: str  # "native" or "reference"
     settings: ExecutorSettings
+    memory: MemoryPlan
     why: str
 
 
@@ -63,7 +65,7 @@ def build(config: EngineConfig) -> Engine:
     began = time.perf_counter()
     path = find_model(config)
     spec = load_spec(path, max_model_len=config.model.max_model_len)
-    choice = choose(config, spec)
+    choice = choose(config, path, spec)
     executor = make_executor(choice, path, spec)
     geometry = executor.start()
     geometry = msgspec.structs.replace(geometry, max_model_len=context_length(config, spec, geometry))
@@ -79,40 +81,66 @@ def build(config: EngineConfig) -> Engine:
     return Engine(core, describe(config, path, spec, choice, geometry, loaded_s))
 
 
-def choose(config: EngineConfig, spec: DecoderSpec) -> Choice:
+def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
     """Resolve every "auto". Raises ConfigError for what this machine can't do."""
     device = pick_device(config.parallel.device)
     backend, why = pick_backend(config, device)
-    free = machine.available_memory()
     dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-    kv_dtype = dtype if config.kv.kv_cache_dtype == "auto" else config.kv.kv_cache_dtype
-    context = config.model.max_model_len or spec.max_position
-    if context > spec.max_position:
-        raise ConfigError(f"--max-model-len {context}: the model was trained for {spec.max_position} tokens at most")
-    kv_bytes = kv_budget(config, spec, kv_dtype, context, free)
-    return Choice(backend, executor_settings(config, device, dtype, kv_dtype, context, kv_bytes, free), why)
+    if config.model.max_model_len and config.model.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {config.model.max_model_len}: this model takes {spec.max_position} tokens at most"
+        )
+    kept = config.model.quantization if backend == "native" else "none"
+    plan = plan_kv(config, path, spec, dtype, kept, free_memory(device))
+    return Choice(backend, executor_settings(config, spec, device, dtype, plan), plan, why)
+
+
+def plan_kv(config: EngineConfig, path: Path, spec: DecoderSpec, dtype: str, kept: str, free: int) -> MemoryPlan:
+    """The size of the KV pool beside the weights. Raises ConfigError with the arithmetic when they don't fit."""
+    from engine.model.memory import plan_memory, weight_bytes
+
+    kv, asked = config.kv, config.model.max_model_len
+    kv_dtype = dtype if kv.kv_cache_dtype == "auto" else kv.kv_cache_dtype
+    element = ELEMENT_BYTES[kv_dtype] + (4 / spec.head_size if kv_dtype == "int8" else 0)  # int8 has a scale a head
+    sizes: dict[str, Any] = {
+        "kv_element_bytes": element,
+        "free": free,
+        "max_batched_tokens": batched_tokens(config),
+        "max_num_seqs": config.schedule.max_num_seqs,
+    }
+    weights = weight_bytes(spec, path, dtype=dtype, quantization=kept)  # type: ignore[arg-type]
+    token = int(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * element)
+    if kv.num_kv_blocks or kv.kv_memory != "auto":
+        try:
+            size = kv.num_kv_blocks * kv.block_size * token if kv.num_kv_blocks else memory(kv.kv_memory, free)
+            return plan_memory(spec, weights, kv=size, **sizes)
+        except ConfigError as error:
+            raise ConfigError(f"{config_words(config)}: {error}") from None
+    room = plan_memory(spec, weights, max_model_len=asked, **sizes).kv
+    one_context = asked * token if asked else min(spec.max_position * token, int(free * AUTO_KV_SHARE))
+    return plan_memory(spec, weights, kv=min(room, max(AUTO_KV_BYTES, one_context)), max_model_len=asked, **sizes)
 
 
 def executor_settings(
-    config: EngineConfig, device: str, dtype: str, kv_dtype: str, context: int, kv_bytes: int, free: int
+    config: EngineConfig, spec: DecoderSpec, device: str, dtype: str, plan: MemoryPlan
 ) -> ExecutorSettings:
     """The executor's share of the configuration, resolved."""
     from engine.worker.settings import ExecutorSettings
 
-    kv, schedule = config.kv, config.schedule
-    swap = min(kv_bytes // 2, int(free * AUTO_SWAP_SHARE)) if kv.swap_space == "auto" else memory(kv.swap_space, free)
+    kv, free = config.kv, plan.free
+    swap = min(plan.kv // 2, int(free * AUTO_SWAP_SHARE)) if kv.swap_space == "auto" else memory(kv.swap_space, free)
     values: dict[str, Any] = {
-        "max_model_len": context,
-        "max_num_seqs": schedule.max_num_seqs,
+        "max_model_len": config.model.max_model_len or spec.max_position,
+        "max_num_seqs": config.schedule.max_num_seqs,
         "max_batched_tokens": batched_tokens(config),
         "block_size": kv.block_size,
         "num_blocks": kv.num_kv_blocks or 0,
-        "kv_bytes": kv_bytes,
+        "kv_bytes": plan.kv,
         "host_bytes": swap,
         "disk_dir": kv.kv_disk,
         "disk_bytes": memory(kv.kv_disk_size, free) if kv.kv_disk else 0,
         "dtype": dtype,
-        "kv_dtype": kv_dtype,
+        "kv_dtype": dtype if kv.kv_cache_dtype == "auto" else kv.kv_cache_dtype,
         "kv_manager": kv.kv_manager,
         "quantization": config.model.quantization,
         "threads": config.parallel.threads or machine.cores(),
@@ -194,27 +222,13 @@ def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
     return TorchExecutor(path, spec, choice.settings)
 
 
-def kv_bytes_per_token(spec: DecoderSpec, kv_dtype: str) -> int:
-    """K and V of one token over all layers, without scales and padding."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * ELEMENT_BYTES[kv_dtype]
+def free_memory(device: str) -> int:
+    """Bytes that are free on the device."""
+    if device == "cpu":
+        return machine.available_memory()
+    import torch
 
-
-def kv_budget(config: EngineConfig, spec: DecoderSpec, kv_dtype: str, context: int, free: int) -> int:
-    """Bytes of the KV pool. Raises ConfigError when they are not there."""
-    token = kv_bytes_per_token(spec, kv_dtype)
-    if config.kv.num_kv_blocks:
-        need = config.kv.num_kv_blocks * config.kv.block_size * token
-        asked = f"--num-kv-blocks {config.kv.num_kv_blocks}"
-    elif config.kv.kv_memory != "auto":
-        need = memory(config.kv.kv_memory, free)
-        asked = f"--kv-memory {config.kv.kv_memory}"
-    else:
-        return max(min(AUTO_KV_BYTES, free // 2), min(context * token, int(free * AUTO_KV_SHARE)))
-    if need > free:
-        raise ConfigError(f"{asked} needs {need / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free; choose less")
-    if need < config.kv.block_size * token:
-        raise ConfigError(f"{asked} is less than one block ({config.kv.block_size * token} bytes); choose more")
-    return need
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def context_length(config: EngineConfig, spec: DecoderSpec, geometry: Geometry) -> int:
@@ -230,16 +244,13 @@ def describe(
     """What the client and the start-up log are told."""
     s = choice.settings
     backend = f"reference/{s.device}" if choice.backend == "reference" else f"cpu/{load_kernels(config).isa}"
-    pool_bytes = geometry.num_blocks * geometry.bytes_per_block
-    tokens = geometry.num_blocks * geometry.block_size
-    tiers = f", swap {geometry.host_blocks} blocks" if geometry.host_blocks else ""
-    tiers += f", disk {geometry.disk_blocks} blocks" if geometry.disk_blocks else ""
-    why = config_words(config)
+    pool = f"{geometry.num_blocks} KV blocks of {geometry.block_size} tokens ({config_words(config)})"
+    tiers = f", {geometry.host_blocks} swap blocks" if geometry.host_blocks else ""
+    tiers += f", {geometry.disk_blocks} disk blocks" if geometry.disk_blocks else ""
     notes = (
         f"model    {config.model.model} ({spec.family}, context {geometry.max_model_len}) from {path}",
         f"compute  {backend}, {s.threads} threads, {s.dtype}, quantization {s.quantization} ({choice.why})",
-        f"memory   {geometry.num_blocks} KV blocks of {geometry.block_size} tokens = {tokens} tokens, "
-        f"{pool_bytes / GIB:.2f} GiB {s.kv_dtype} ({why}){tiers}",
+        f"memory   {pool}{tiers}: {choice.memory}",
         f"schedule {s.max_num_seqs} sequences and {s.max_batched_tokens} tokens a step; loaded in {loaded_s:.1f} s",
     )
     return Ready(
@@ -260,7 +271,7 @@ def describe(
 def config_words(config: EngineConfig) -> str:
     """Where the size of the pool came from."""
     if config.kv.num_kv_blocks:
-        return "--num-kv-blocks"
+        return f"--num-kv-blocks {config.kv.num_kv_blocks}"
     return "auto, see --kv-memory" if config.kv.kv_memory == "auto" else f"--kv-memory {config.kv.kv_memory}"
 
 
@@ -293,19 +304,14 @@ def _choices(config: EngineConfig) -> list[tuple[str, str]]:
 
     path = find_model(config, progress=True)
     spec = load_spec(path, max_model_len=config.model.max_model_len)
-    choice = choose(config, spec)
+    choice = choose(config, path, spec)
     s = choice.settings
-    token = kv_bytes_per_token(spec, s.kv_dtype)
     return [
         (
             "model",
             f"{config.model.model}: {spec.family}, {spec.num_layers} layers, context {spec.max_position}, {path}",
         ),
         ("compute", f"{choice.backend} on {s.device}, {s.threads} threads, {s.dtype} ({choice.why})"),
-        (
-            "KV pool",
-            f"{s.kv_bytes / GIB:.2f} GiB {s.kv_dtype}, {token} bytes a token: about {s.kv_bytes // token} tokens "
-            f"({config_words(config)})",
-        ),
+        ("KV pool", f"{s.kv_dtype}, size {config_words(config)}: {choice.memory}"),
         ("swap", f"{s.host_bytes / GIB:.2f} GiB of host memory"),
     ]
