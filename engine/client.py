@@ -252,10 +252,9 @@ class Supervisor:
 
     def _on_ready(self, ready: Ready) -> None:
         if self._ready is None:
-            # The next engine gets the geometry under which requests were taken on.
+            # The next engine gets the pool under which requests were taken on; the context follows from it.
             kv = dataclasses.replace(self._config.kv, num_kv_blocks=ready.num_blocks)
-            model = dataclasses.replace(self._config.model, max_model_len=ready.max_model_len)
-            self._config = dataclasses.replace(self._config, kv=kv, model=model)
+            self._config = dataclasses.replace(self._config, kv=kv)
         self._ready = ready
         self._stats = Stats(blocks_total=ready.num_blocks, blocks_free=ready.num_blocks)
         self._up = True
