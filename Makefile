@@ -28,7 +28,7 @@ check: install
 	$(BIN)/mypy
 
 # What the tests need of the system: name of the command = Debian package.
-TOOLS := chromium=chromium
+TOOLS := chromium=chromium promtool=prometheus
 test-tools:
 	@for pair in $(TOOLS); do command -v $${pair%%=*} >/dev/null || missing="$$missing $${pair##*=}"; done; \
 	if [ -n "$$missing" ]; then echo "installing for the tests:$$missing"; \
