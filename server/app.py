@@ -122,7 +122,7 @@ def create_app(
     for route in ROUTES:
         app.add_api_route(route.path, route.handler, methods=[route.method], response_model=None)
     _add_page(app)
-    app.openapi = lambda: document(ROUTES, service.version)  # type: ignore[method-assign]
+    app.openapi = lambda: document(ROUTES, service.version, service.model)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_middleware(Gate, settings=settings, metrics=service.metrics)
     if settings.cors_origins:

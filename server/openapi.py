@@ -44,8 +44,23 @@ _ANTHROPIC_ERROR = {
 _GENERATING = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
 
 
-def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of `routes`."""
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _MESSAGES, "max_tokens": 32, "temperature": 0},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16, "seed": 1},
+    "/v1/responses": {"input": "Say hello.", "max_output_tokens": 32},
+    "/v1/messages": {"messages": _MESSAGES, "max_tokens": 32},
+    "/v1/messages/count_tokens": {"messages": _MESSAGES},
+    "/v1/embeddings": {"input": ["A small boat", "A wide river"]},
+    "/v1/score": {"text_1": "A small boat", "text_2": ["A wide river", "A clever cat"]},
+    "/v1/rerank": {"query": "A small boat", "documents": ["A wide river", "A clever cat"]},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+
+
+def document(routes: Iterable[Route], version: str, model: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of `routes`, with requests to `model` as examples."""
     routes = list(routes)
     kinds = [route.body for route in routes if route.body is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -54,7 +69,9 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
     for route in routes:
         body = None if route.body is None else schema_of[route.body]
         path = route.path.replace(":path", "")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, body)
+        operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, body)
+        if path in _EXAMPLES:
+            operation["requestBody"]["content"]["application/json"]["example"] = {"model": model, **_EXAMPLES[path]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version, "license": {"name": "Apache-2.0"}},
