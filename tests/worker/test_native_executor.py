@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
+from engine import native
 from engine.core.plan import Executor, Geometry, KVOp, Plan, Result, Row, Sampled, SlotParams
 from engine.errors import ConfigError, RequestFailed
 from engine.model.config import load_spec
@@ -21,6 +22,7 @@ from engine.worker.settings import ExecutorSettings
 from engine.worker.torch_executor import TorchExecutor
 from tests.worker.driver import VOCAB, Driver, Job, overlapped, prompts, tiny_gguf, tiny_model
 
+ROOT = Path(__file__).parent.parent.parent
 SETTINGS = ExecutorSettings(
     max_model_len=544,
     max_num_seqs=40,
@@ -68,7 +70,7 @@ def start(model: Path, **changes: object) -> tuple[Executor, Geometry]:
 
 
 @functools.cache
-def jobs_of(kind: str) -> tuple[tuple[tuple[int, ...], SlotParams], ...]:
+def requests() -> tuple[tuple[tuple[int, ...], SlotParams], ...]:
     """32 prompts of 1 to 90 tokens, greedy and drawn by turns."""
     params = (
         SlotParams(temperature=0.0, logprobs=2),
@@ -80,7 +82,7 @@ def jobs_of(kind: str) -> tuple[tuple[tuple[int, ...], SlotParams], ...]:
 
 
 def jobs() -> list[Job]:
-    return [Job(prompt, params, 6) for prompt, params in jobs_of("")]
+    return [Job(prompt, params, 6) for prompt, params in requests()]
 
 
 def results(done: list[Job]) -> list[list[Sampled]]:
@@ -114,11 +116,30 @@ def test_no_bit_depends_on_batch_chunk_block_size_or_swapping(
     assert chunked == alone
 
 
+def test_no_bit_depends_on_the_schedule_on_any_instruction_set(models: Path) -> None:
+    """The kernels are chosen once a process, so each set has one of its own; the default is the tests' above."""
+    gguf_file = tiny_gguf(models, gguf.GGMLQuantizationType.Q4_1)
+    for isa in native.Kernels(native.library()).isas[:-1]:
+        script = f"""
+from pathlib import Path
+from tests.worker import test_native_executor as here
+for model, name in (({str(models)!r}, "f32"), ({str(models)!r}, "int8-int8-kv"), ({str(gguf_file)!r}, "q4_1")):
+    executor, geometry = here.start(Path(model), isa={isa!r}, **here.CONFIGURATIONS[name])
+    assert here.native.load({isa!r}).isa == {isa!r}
+    alone = here.Driver(executor, geometry).generate(here.jobs()[:8], chunk=1000, together=False)
+    mixed = here.Driver(executor, geometry, seed=2).generate(here.jobs()[:8], chunk=13, swap=True)
+    executor.close()
+    assert here.results(mixed) == here.results(alone), name
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, f"{isa}: {done.stderr}"
+
+
 def test_virtual_storage_gives_the_same_bits_and_takes_its_pages_back(models: Path) -> None:
     executor, geometry = start(models, kv_manager="virtual", num_blocks=100)
     assert geometry.num_blocks == 100
     pages = 544 // 16
-    prompt, params = jobs_of("")[1]
+    prompt, params = requests()[1]
     for slot in (3, 17):
         table = tuple(range(slot * pages, (slot + 1) * pages))
         mapped = tuple(KVOp("map", slot, page) for page in range(7))
@@ -160,7 +181,7 @@ def test_logprobs_are_those_of_the_oracle(models: Path, changes: dict[str, objec
         executor = kind(models, spec, replace(SETTINGS, **changes))
         driver = Driver(executor, executor.start())
         entries: list[Sampled] = []
-        for prompt, params in jobs_of("")[1:6]:
+        for prompt, params in requests()[1:6]:
             table = tuple(driver.free[: -(-len(prompt) // 16)])
             row = Row(0, 0, prompt, 0, table, score=3, targets=prompt[1:], sample=True)
             result = driver.run(Plan(0, (row,), slots=((0, params),)))[0]
