@@ -77,14 +77,17 @@ static __attribute__((noinline)) void float_tile(const uint8_t* panel, const Til
 }
 
 // Tile functions for 1 .. max_rows rows.
+constexpr int kUnpackedBytes = 1280;
 struct Kernel {
   int max_rows;
   int grain;          // rows cost the same up to a multiple of this
   void (*prepare)();  // before the first tile of a product, or NULL
+  // Tiles read this form of a panel, made once for all its rows; NULL: as it lies. At most kUnpackedBytes a group.
+  void (*unpack)(const uint8_t* panel, int groups, uint8_t* to);
   TileFn tile[33];
 };
 template <bool kBrain> constexpr Kernel float_kernel() {
-  return {kTileRows, 1, nullptr,
+  return {kTileRows, 1, nullptr, nullptr,
           {nullptr, float_tile<kBrain, 1>, float_tile<kBrain, 2>, float_tile<kBrain, 3>, float_tile<kBrain, 4>,
            float_tile<kBrain, 5>, float_tile<kBrain, 6>,
 #if defined(__AVX512F__)
@@ -97,5 +100,3 @@ template <bool kBrain> constexpr Kernel float_kernel() {
 }  // namespace OCT_ISA
 }  // namespace octavo
 
-#include "gemm_bf16.h"
-#include "gemm_int.h"

@@ -41,7 +41,7 @@ static __attribute__((noinline)) void amx_tile(const uint8_t* panel, const TileI
 }
 
 constexpr Kernel amx_kernel() {
-  Kernel k = {32, 16, [] { configure_tiles(64); }, {}};
+  Kernel k = {32, 16, [] { configure_tiles(64); }, nullptr, {}};
   for (int rows = 1; rows <= 32; rows++) k.tile[rows] = rows <= 16 ? amx_tile<false> : amx_tile<true>;
   return k;
 }
@@ -75,7 +75,7 @@ static __attribute__((noinline)) void bf16_tile(const uint8_t* panel, const Tile
     _mm512_storeu_ps(out + r * kPanel + 16, acc[r][1]);
   }
 }
-constexpr Kernel kBF16Kernel = {12, 1, nullptr,
+constexpr Kernel kBF16Kernel = {12, 1, nullptr, nullptr,
                                 {nullptr, bf16_tile<1>, bf16_tile<2>, bf16_tile<3>, bf16_tile<4>, bf16_tile<5>,
                                  bf16_tile<6>, bf16_tile<7>, bf16_tile<8>, bf16_tile<9>, bf16_tile<10>, bf16_tile<11>,
                                  bf16_tile<12>}};

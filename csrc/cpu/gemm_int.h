@@ -53,6 +53,19 @@ OCT_INLINE vf bytes_to_float(const uint8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
 }
 
+// Scales and minima of kLanes outputs from `column` on; `group` is number g of its panel. No minimum: left as it is.
+template <PackKind kKind> OCT_INLINE void group_scales(const uint8_t* group, int g, int column, vf* scale, vf* minimum) {
+  const uint8_t* at = group + (kKind == kQ8 ? kGroup * kPanel : kGroup * kPanel / 2);
+  if (kKind == kQ4K) {
+    const uint16_t* ends = (const uint16_t*)(group + (8 - g % 8) * group_bytes(kQ4K));
+    *scale = bytes_to_float(at + column) * load_f16(ends + column);
+    *minimum = -(bytes_to_float(at + kPanel + column) * load_f16(ends + kPanel + column));
+  } else {
+    *scale = load_f16((const uint16_t*)at + column);
+    if (kKind == kQ4M) *minimum = load_f16((const uint16_t*)at + kPanel + column);
+  }
+}
+
 template <PackKind kKind, int MR>
 static __attribute__((noinline)) void int_tile(const uint8_t* panel, const TileInput& in, float* out) {
   constexpr int V = kIntVectors, kStep = kPanel * 4;
@@ -95,19 +108,9 @@ static __attribute__((noinline)) void int_tile(const uint8_t* panel, const TileI
           step(k4 + 4, weights);
         }
       }
-      constexpr int kBytes = kKind == kQ8 ? kGroup * kPanel : kGroup * kPanel / 2;
       vf scale[V], minimum[V];
-      OCT_UNROLL for (int v = 0; v < V; v++) {
-        int at = column + v * kLanes;
-        if (kKind == kQ4K) {
-          const uint8_t* ends = group + (8 - g % 8) * group_bytes(kQ4K);
-          scale[v] = bytes_to_float(group + kBytes + at) * load_f16((const uint16_t*)ends + at);
-          minimum[v] = -(bytes_to_float(group + kBytes + kPanel + at) * load_f16((const uint16_t*)ends + kPanel + at));
-        } else {
-          scale[v] = load_f16((const uint16_t*)(group + kBytes) + at);
-          if (kKind == kQ4M) minimum[v] = load_f16((const uint16_t*)(group + kBytes) + kPanel + at);
-        }
-      }
+      OCT_UNROLL for (int v = 0; v < V; v++)
+        group_scales<kKind>(group, g, column + v * kLanes, &scale[v], &minimum[v]);
       OCT_UNROLL for (int r = 0; r < MR; r++) {
         float sa = in.scale[(int64_t)r * in.row_groups + g];
         vf row_scale = splat(sa);
@@ -127,7 +130,7 @@ static __attribute__((noinline)) void int_tile(const uint8_t* panel, const TileI
 }
 
 template <PackKind kKind> constexpr Kernel int_kernel() {
-  return {kIntRows, 1, nullptr,
+  return {kIntRows, 1, nullptr, nullptr,
           {nullptr, int_tile<kKind, 1>, int_tile<kKind, 2>, int_tile<kKind, 3>, int_tile<kKind, 4>,
 #if defined(__AVX512F__)
            int_tile<kKind, 5>, int_tile<kKind, 6>,
@@ -135,21 +138,8 @@ template <PackKind kKind> constexpr Kernel int_kernel() {
           }};
 }
 
-constexpr Kernel kF32Kernel = float_kernel<false>();
 constexpr Kernel kQ8Kernel = int_kernel<kQ8>(), kQ4Kernel = int_kernel<kQ4>(), kQ4MKernel = int_kernel<kQ4M>(),
                  kQ4KKernel = int_kernel<kQ4K>();
-
-inline const Kernel& kernel_of(PackKind kind) {
-  switch (kind) {
-    case kF32: return kF32Kernel;
-    case kBF16: return kBF16Kernel;
-    case kQ8: return kQ8Kernel;
-    case kQ4: return kQ4Kernel;
-    case kQ4M: return kQ4MKernel;
-    case kQ4K: break;
-  }
-  return kQ4KKernel;
-}
 
 }  // namespace OCT_ISA
 }  // namespace octavo

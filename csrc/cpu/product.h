@@ -1,6 +1,8 @@
 // A matrix product of a step: panels and row blocks over the threads, and what becomes of each finished tile.
 #pragma once
-#include "gemm.h"
+#include "gemm_amx_int.h"
+#include "gemm_bf16.h"
+#include "gemm_int.h"
 #include "rows.h"
 
 namespace octavo {
@@ -110,9 +112,9 @@ static TileInput tile_input(const Matrix& w, const Operand& a, int row, const fl
   in.row_groups = a.groups;
   if (widened) {
     in.a = widened + row * widened_stride, in.stride = widened_stride;
-  } else if (w.kind == kF32) {
+  } else if (form_of(w.kind) == kFormF32) {
     in.a = a.f32 + (int64_t)row * a.f32_stride, in.stride = a.f32_stride;
-  } else if (w.kind == kBF16) {
+  } else if (form_of(w.kind) == kFormBF16) {
     in.a = a.b16 + (int64_t)row * a.bf16_stride, in.stride = a.bf16_stride;
   } else {
     in.a = a.q8 + (int64_t)row * a.q8_stride, in.stride = a.q8_stride;
@@ -131,6 +133,29 @@ static const float* widen_rows(const Operand& a, int row0, int rows, Buffer& scr
   return to;
 }
 
+constexpr Kernel kF32Kernel = float_kernel<false>();
+
+// The kernel for so many rows. Kernels of one kind give the same bits; from some rows on another one is faster.
+static const Kernel& kernel_of(PackKind kind, int rows) {
+#if defined(__AMX_INT8__)
+  const bool many = rows > 32;
+  if (many && kind == kQ8) return kManyQ8;
+  if (many && kind == kQ4) return kManyQ4;
+  if (many && kind == kQ4M) return kManyQ4M;
+  if (many && kind == kQ4K) return kManyQ4K;
+#endif
+  (void)rows;
+  switch (kind) {
+    case kF32: return kF32Kernel;
+    case kBF16: return kBF16Kernel;
+    case kQ8: return kQ8Kernel;
+    case kQ4: return kQ4Kernel;
+    case kQ4M: return kQ4MKernel;
+    case kQ4K: break;
+  }
+  return kQ4KKernel;
+}
+
 // Rows of the operand that are worked on together: equal blocks of what leaves an L2 cache room for the rest, so that
 // each panel finds them there. (The panels come again for the next block.)
 static int row_block(const Kernel& kernel, int rows, int64_t row_bytes) {
@@ -144,7 +169,7 @@ static int row_block(const Kernel& kernel, int rows, int64_t row_bytes) {
 // target. The threads share nothing; the caller puts a barrier behind it.
 static void multiply(const Matrix& w, const Operand& a, int row0, int rows, const Target& target, int64_t column,
                      int thread, int threads, Buffer& scratch) {
-  const Kernel& kernel = kernel_of(w.kind);
+  const Kernel& kernel = kernel_of(w.kind, rows);
   const int panels = (w.n + kPanel - 1) / kPanel;
   const int64_t bytes = panel_bytes(w.kind, w.k);
   // More threads than panels: cut the rows as well.
@@ -155,9 +180,12 @@ static void multiply(const Matrix& w, const Operand& a, int row0, int rows, cons
   const float* widened = nullptr;
   int64_t widened_stride = 0;
   if (w.kind == kBF16 && !kNativeBF16) widened = widen_rows(a, row0, rows, scratch, widened_stride);
-  const int element_bytes = widened || w.kind == kF32 ? 4 : w.kind == kBF16 ? 2 : 1;
+  const int form = form_of(w.kind), element_bytes = widened || form == kFormF32 ? 4 : form == kFormBF16 ? 2 : 1;
   const int block = row_block(kernel, rows, tile_input(w, a, 0, widened, widened_stride).stride * element_bytes);
   if (kernel.prepare) kernel.prepare();
+  const int groups = (int)(padded_inputs(w.kind, w.k) / kGroup);
+  uint8_t* unpacked = kernel.unpack ? scratch.reserve_array<uint8_t>((int64_t)groups * kUnpackedBytes) : nullptr;
+  const int ahead_lines = (int)(bytes / groups + 63) / 64;
   alignas(64) float tile[32 * kPanel];
   for (int start = 0; start < rows; start += block) {
     for (int item = items.begin; item < items.end; item++) {
@@ -166,14 +194,19 @@ static void multiply(const Matrix& w, const Operand& a, int row0, int rows, cons
       int n = cut.end - cut.begin, tiles = (n + kernel.max_rows - 1) / kernel.max_rows;
       const float* bias = w.bias ? w.bias + panel * kPanel : nullptr;
       int outputs = w.n - panel * kPanel < kPanel ? w.n - panel * kPanel : kPanel;
+      const uint8_t* weights = w.data + panel * bytes;
+      if (kernel.unpack) {
+        kernel.unpack(weights, groups, unpacked);
+        weights = unpacked;
+      }
       for (int t = 0; t < tiles; t++) {
         Range part = range(n, t, tiles, kernel.grain);
         int first = start + cut.begin + part.begin, count = part.end - part.begin;
         if (count == 0) continue;
         TileInput in = tile_input(w, a, widened ? first : row0 + first, widened, widened_stride);
-        in.ahead_lines = t < 32 ? 32 / (tiles < 32 ? tiles : 32) : 0;
+        in.ahead_lines = ahead_lines / tiles;
         in.ahead = w.data + (panel + 1) * bytes + (int64_t)t * in.groups * in.ahead_lines * 64;
-        kernel.tile[count](w.data + panel * bytes, in, tile);
+        kernel.tile[count](weights, in, tile);
         finish_tile(target, tile, count, row0 + first, column + panel * kPanel, outputs, bias);
       }
     }
