@@ -8,7 +8,7 @@ from engine.api import Stats
 from engine.core.ledger import Ledger
 from engine.core.plan import Geometry
 from engine.core.request import Request, Sequence, Status
-from engine.kv import KVManager
+from engine.kv import BlockView, KVManager
 
 FINISHED_SHOWN = 20  # of those that ended, on the page
 
@@ -24,10 +24,12 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = [
         {"id": i, "state": "free", "refs": 0, "holders": [], "tokens": 0} for i in range(geometry.num_blocks)
     ]
-    for view in kv.blocks():
+    views = kv.blocks()
+    cells = _cells(views, geometry)
+    for view in views:
         holders = [{"request": names[s].request.add.id, "choice": names[s].choice} for s in view.holders]
-        blocks[view.id] = {
-            "id": view.id,
+        blocks[cells[view.id]] = {
+            "id": cells[view.id],
             "state": ("cached", "used", "shared")[min(2, len(holders))],
             "refs": view.refs,
             "holders": holders,
@@ -51,8 +53,10 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
 def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: float) -> dict[str, Any]:
     """What the page shows twice a second, compact: a letter a block (f c u s) and the tables of the sequences."""
     letters = ["f"] * geometry.num_blocks
-    for view in kv.blocks():
-        letters[view.id] = "cus"[min(2, len(view.holders))]
+    views = kv.blocks()
+    cells = _cells(views, geometry)
+    for view in views:
+        letters[cells[view.id]] = "cus"[min(2, len(view.holders))]
     usage = kv.usage()
     return {
         "time": now,
@@ -69,7 +73,7 @@ def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: f
             {
                 "request": seq.request.add.id,
                 "choice": seq.choice,
-                "table": list(kv.table(seq.id)) if seq.status is Status.RUNNING else [],
+                "table": [cells[b] for b in kv.table(seq.id)] if seq.status is Status.RUNNING else [],
                 "host_blocks": -(-seq.confirmed // geometry.block_size) if seq.status is Status.SWAPPED else 0,
             }
             for request in ledger.requests.values()
@@ -86,15 +90,17 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
     """One block with the ids of the tokens whose KV it holds; None when there is no such block."""
     if not 0 <= id < geometry.num_blocks:
         return None
-    view = next((v for v in kv.blocks() if v.id == id), None)
+    views = kv.blocks()
+    cells = _cells(views, geometry)
+    view = next((v for v in views if cells[v.id] == id), None)
     if view is None:
         return {"id": id, "refs": 0, "holders": [], "tokens": []}
     names = {seq.id: seq for r in ledger.requests.values() for seq in r.sequences}
     holders = [names[s] for s in view.holders]
-    tokens: tuple[int, ...] = kv.content(id)
+    tokens: tuple[int, ...] = kv.content(view.id)
     if not tokens and holders:
         table = list(kv.table(holders[0].id))
-        at = table.index(id) * geometry.block_size if id in table else 0
+        at = table.index(view.id) * geometry.block_size if view.id in table else holders[0].computed
         tokens = tuple(holders[0].tokens[at : min(at + geometry.block_size, holders[0].computed)])
     return {
         "id": id,
@@ -102,6 +108,13 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
         "holders": [{"request": h.request.add.id, "choice": h.choice} for h in holders],
         "tokens": list(tokens),
     }
+
+
+def _cells(views: list[BlockView], geometry: Geometry) -> dict[int, int]:
+    """Where each block in use is shown: at its id, or, where ids are addresses (virtual), in the order of those."""
+    if views and max(view.id for view in views) >= geometry.num_blocks:
+        return {id: cell for cell, id in enumerate(sorted(view.id for view in views))}
+    return {view.id: view.id for view in views}
 
 
 def requests(ledger: Ledger, now: float) -> dict[str, Any]:

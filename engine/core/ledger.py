@@ -6,6 +6,8 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 
+import msgspec
+
 from engine.api import AddRequest, Delta, FinishReason, TokenLogprobs
 from engine.core.request import Request
 
@@ -34,7 +36,8 @@ class Ledger:
         self.finished: deque[Request] = deque(maxlen=FINISHED_KEPT)
         self.deltas: list[Delta] = []
         self.counters = Counters()
-        self._deadlines: list[tuple[float, int, bool, Request]] = []  # a heap; the bool: only until the first token
+        # A heap of (time, number of the request, only until the first token, id): no request is kept alive by it.
+        self._deadlines: list[tuple[float, int, bool, str]] = []
         self._entered = 0
 
     def enter(self, request: Request) -> None:
@@ -43,15 +46,17 @@ class Ledger:
         self.requests[add.id] = request
         request.open.update(range(add.params.n))
         self._entered += 1
+        request.number = self._entered
         for at, until_first in ((add.deadline, False), (add.ttft_deadline, True)):
             if at is not None:
-                heapq.heappush(self._deadlines, (at, self._entered, until_first, request))
+                heapq.heappush(self._deadlines, (at, request.number, until_first, add.id))
 
     def expired(self, now: float) -> Iterator[tuple[Request, str]]:
         """Live requests whose deadline has passed, and which one."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, until_first, request = heapq.heappop(self._deadlines)
-            if request.finished is None and not (until_first and request.told):
+            _, number, until_first, id = heapq.heappop(self._deadlines)
+            request = self.requests.get(id)
+            if request is not None and request.number == number and not (until_first and request.told):
                 yield request, "time to first token" if until_first else "time limit"
 
     def refuse(self, add: AddRequest, kind: str, message: str) -> None:
@@ -119,6 +124,7 @@ class Ledger:
         embedding: bytes = b"",
     ) -> None:
         """The terminal delta of a choice; with the last one the request is over."""
+        add = request.add
         request.open.remove(choice)
         self.tell(
             request,
@@ -136,7 +142,9 @@ class Ledger:
         request.reasons[choice] = finish.value
         if not request.open:
             request.finished = now
-            del self.requests[request.add.id]
+            request.add = msgspec.structs.replace(add, prompt=(), resume=())  # what is left is for people
+            request.scores.clear()
+            del self.requests[add.id]
             self.finished.append(request)
 
     def take_deltas(self) -> list[Delta]:

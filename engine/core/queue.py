@@ -8,6 +8,8 @@ import heapq
 from engine.core.policy import Fairness, running_key, waiting_key
 from engine.core.request import Sequence, Status
 
+SMALL_QUEUE = 1024  # entries; a longer queue is cleaned whenever it has doubled
+
 
 class Running:
     """Sequences with a slot, in policy order: steps are filled from the front, victims taken from the end."""
@@ -50,18 +52,23 @@ class Waiting:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], int, Sequence]] = []
         self._fairness = Fairness()
+        self._clean_at = SMALL_QUEUE
 
     def push(self, seq: Sequence) -> None:
         """A sequence waits: for the first time, or because it was preempted."""
         turn = self._fairness.ticket(seq.request.add.key) if seq.request.admitted is None else 0
         seq.turn = turn
         heapq.heappush(self._heap, (waiting_key(seq, turn), seq.id, seq))
+        if len(self._heap) > self._clean_at:  # who has ended far from the front is not kept for ever
+            self._heap = [entry for entry in self._heap if _waits(entry[2])]
+            heapq.heapify(self._heap)
+            self._clean_at = max(SMALL_QUEUE, 2 * len(self._heap))
 
     def first(self) -> Sequence | None:
         """Who is next."""
         while self._heap:
             seq = self._heap[0][2]
-            if seq.status is Status.WAITING or seq.status is Status.SWAPPED:
+            if _waits(seq):
                 return seq
             heapq.heappop(self._heap)
         return None
@@ -70,3 +77,7 @@ class Waiting:
         """`first` is admitted."""
         _, _, seq = heapq.heappop(self._heap)
         self._fairness.admitted(seq.turn)
+
+
+def _waits(seq: Sequence) -> bool:
+    return seq.status is Status.WAITING or seq.status is Status.SWAPPED

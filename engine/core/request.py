@@ -146,7 +146,7 @@ class Request:
         params = add.params
         self.add = add
         self.prompt_len = len(add.prompt)
-        self.added = now
+        self.number = 0  # in the order of acceptance
         self.seed = params.seed if params.seed is not None else _seed_of(add.id)
         self.stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         wanted = max_len if params.max_tokens is None else self.prompt_len + params.max_tokens

@@ -511,3 +511,78 @@ def test_three_requests_share_one_pool_as_in_the_worked_example() -> None:
     w.run()
     w.check_answers()
     assert w.core.stats().preemptions_recompute == 0
+
+
+def test_a_prompt_that_fills_the_whole_pool_can_be_embedded() -> None:
+    w = world(blocks=4)
+    w.add("a", [1] * 16, pooling="last")
+    w.add("b", [2] * 16, pooling="mean")
+    w.run()
+    w.check_answers()
+
+
+def test_scoring_a_prompt_without_generating_gives_every_score() -> None:
+    w = world(max_num_batched_tokens=5)
+    w.add("a", list(range(1, 13)), max_tokens=0, prompt_logprobs=2)
+    w.run()
+    w.check_answers()
+    assert finish(w, "a") is FinishReason.LENGTH
+    (delta,) = w.answers["a", 0].deltas
+    assert len(delta.prompt_logprobs) == 12
+
+
+def test_a_finished_request_with_a_far_deadline_is_not_kept_alive() -> None:
+    w = world()
+    for i in range(3):
+        w.add("same id", [i + 1] * 8, max_tokens=2, deadline=1e9 if i < 2 else 5.0, **LONG)
+        w.run()
+    request = w.core.scheduler.ledger.finished[0]
+    assert request.add.prompt == ()
+    w.now = 2e9
+    w.add("same id", [9], max_tokens=2, **LONG)
+    w.run()
+    w.check_answers()
+
+
+def test_a_queue_of_which_most_have_left_does_not_grow() -> None:
+    w = world(slots=1)
+    w.add("a", [1], max_tokens=60, **LONG)
+    w.step()
+    for i in range(5000):
+        w.add(f"r{i}", [2], max_tokens=1, **LONG)
+        w.abort(f"r{i}")
+    assert len(w.core.scheduler.life.waiting._heap) <= 1025
+    w.run()
+    w.check_answers()
+
+
+def test_the_virtual_managers_pages_are_shown_although_their_ids_are_addresses() -> None:
+    geometry = Geometry(
+        num_blocks=6,
+        block_size=4,
+        max_model_len=16,
+        max_num_seqs=4,
+        vocab_size=VOCAB,
+        bytes_per_block=1000,
+        pages_per_slot=4,
+    )
+    w = World(geometry, CoreSettings(max_num_seqs=4, kv_manager="virtual"))
+    for i in range(2):
+        w.add(f"r{i}", [i + 1] * 5, max_tokens=3, **LONG)
+    w.step()
+    memory = w.core.inspect("kv")
+    assert [b["state"] for b in memory["blocks"]] == ["used"] * 4 + ["free"] * 2
+    assert w.core.inspect("live")["states"] == "uuuuff"
+    assert w.core.inspect("block", "0")["tokens"] in ([1] * 4, [2] * 4)
+    w.run()
+    w.check_answers()
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "adapter"])
+def test_tenants_and_adapters_never_find_each_others_prefixes(field: str) -> None:
+    w = world(blocks=64)
+    for i, value in enumerate(["a", "b", "a"]):
+        w.add(f"r{i}", [1] * 12, max_tokens=2, **{field: value}, **LONG)
+        w.run()
+    w.check_answers()
+    assert [w.answers[f"r{i}", 0].deltas[0].cached_tokens for i in range(3)] == [0, 0, 8]
