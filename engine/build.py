@@ -18,13 +18,13 @@ from engine import machine
 from engine.api import Ready
 from engine.config import EngineConfig, memory
 from engine.errors import ConfigError
+from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.process import Engine
 
 if TYPE_CHECKING:
     from engine.core.plan import Executor, Geometry
     from engine.core.settings import CoreSettings
     from engine.model.memory import MemoryPlan
-    from engine.model.spec import DecoderSpec
     from engine.native import Kernels
     from engine.worker.settings import ExecutorSettings
 
@@ -84,7 +84,7 @@ def build(config: EngineConfig) -> Engine:
 def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
     """Resolve every "auto". Raises ConfigError for what this machine can't do."""
     device = pick_device(config.parallel.device)
-    backend, why = pick_backend(config, device)
+    backend, why = pick_backend(config, device, spec)
     dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
     if config.model.max_model_len and config.model.max_model_len > spec.max_position:
         raise ConfigError(
@@ -183,7 +183,7 @@ def pick_device(wanted: str) -> str:
     return "cpu"
 
 
-def pick_backend(config: EngineConfig, device: str) -> tuple[str, str]:
+def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[str, str]:
     """("native" or "reference", why). Raises ConfigError when what was asked for can't be had."""
     wanted, isa = config.parallel.attention_backend, config.parallel.isa
     if wanted == "reference":
@@ -192,6 +192,11 @@ def pick_backend(config: EngineConfig, device: str) -> tuple[str, str]:
         if wanted == "native":
             raise ConfigError(f"--attention-backend native computes on the CPU, not on {device}; add --device cpu")
         return "reference", f"on {device}"
+    if spec.family == TRANSFORMERS:
+        if wanted == "native":
+            raise ConfigError("--attention-backend native: this architecture has no native decoder; leave it on auto")
+        log.warning("no native decoder for this architecture: transformers computes it, which is many times slower")
+        return "reference", "computed by transformers, for want of a native decoder"
     try:
         set_in_use = load_kernels(config).isa
         return "native", f"kernels for {set_in_use}" + ("" if isa == "auto" else ", as asked")

@@ -18,12 +18,17 @@ Fields = dict[str, Any]
 
 
 def load_spec(path: str | Path, *, max_model_len: int | None = None) -> DecoderSpec:
-    """The decoder in a model directory or GGUF file.
+    """The decoder in a model directory or GGUF file; of a directory without a native decoder, by transformers.
 
     `max_model_len` is the longest context to be served, in tokens (None = all that the model takes); it picks
     between the factors of longrope models. Raises ConfigError in one line for what can't be served.
     """
-    return spec_of_config(read_config(path), max_model_len=max_model_len)
+    config = read_config(path)
+    if Path(path).is_dir() and architecture_of(config) not in FAMILIES and not _why_never(config):
+        from engine.model.fallback import probe_spec
+
+        return probe_spec(Path(path))
+    return spec_of_config(config, max_model_len=max_model_len)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -68,11 +73,19 @@ def architecture_of(config: Config) -> str:
 def _why_not(architecture: str, config: Config) -> str:
     supported = ", ".join(sorted(FAMILIES))
     name = architecture or f"model_type {config.get('model_type')!r}"
-    if config.get("is_encoder_decoder"):
-        return f"{name} is an encoder-decoder model; only decoder-only language models can be served"
-    if "vision_config" in config or "audio_config" in config:
-        return f"{name} takes images or sound; only text models can be served"
+    never = _why_never(config)
+    if never:
+        return f"{name} {never}"
     return f"{name} is not among the architectures with a native decoder: {supported}"
+
+
+def _why_never(config: Config) -> str:
+    """Why no decoder of any kind can serve it, "" if one may."""
+    if config.get("is_encoder_decoder"):
+        return "is an encoder-decoder model; only decoder-only language models can be served"
+    if "vision_config" in config or "audio_config" in config:
+        return "takes images or sound; only text models can be served"
+    return ""
 
 
 # ---------------------------------------------------------------- fields that families share

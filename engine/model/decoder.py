@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from engine.model.spec import DecoderSpec, RopeSpec
+from engine.model.spec import TRANSFORMERS, DecoderSpec, RopeSpec
 from engine.model.weights import Weight, iter_weights
 
 # (layer, q [rows, heads, head_size], k and v [rows, kv_heads, head_size]) -> [rows, heads, head_size]
@@ -24,6 +24,31 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+class TorchDecoder(Protocol):
+    """What computes a model in torch: `Decoder`, or the code of transformers (`engine.model.fallback`)."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """tokens, positions [rows] (integers) -> hidden states after the final norm [rows, hidden_size]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] -> float32 [rows, vocab_size]."""
+
+
+def load_decoder(
+    spec: DecoderSpec, path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> TorchDecoder:
+    """The decoder of a spec that `load_spec` made of `path`. Raises ConfigError."""
+    if spec.family == TRANSFORMERS:
+        from engine.model.fallback import TransformersDecoder
+
+        return TransformersDecoder(spec, Path(path), dtype, device)
+    return Decoder.load(spec, path, dtype, device)
 
 
 class Decoder:

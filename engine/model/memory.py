@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError
 from engine.model.names import shapes
-from engine.model.spec import DecoderSpec
+from engine.model.safetensors_files import SafetensorsFiles
+from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.model.weights import Quantization, gguf_of, kept_types
 
 _GIB = 1 << 30
@@ -86,6 +88,9 @@ def weight_bytes(spec: DecoderSpec, path: Path, *, dtype: str, quantization: Qua
     keeps_blocks = quantization == "gguf" or (quantization == "auto" and dtype == "bfloat16")
     types = kept_types(spec, path) if keeps_blocks else {}
     dense = _DENSE_BYTES[dtype] if quantization != "int8" else _PANEL_BYTES[8] / 32
+    if spec.family == TRANSFORMERS:
+        stored = SafetensorsFiles(path).tensors.values()
+        return sum(math.prod(tensor.shape) for tensor in stored) * _DENSE_BYTES[dtype]
     total = 0.0
     for name, shape in shapes(spec).items():
         elements = shape[0] * (shape[1] if len(shape) == 2 else 1)

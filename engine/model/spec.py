@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+TRANSFORMERS = "transformers"  # family of what has no native decoder: transformers computes all but attention
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 

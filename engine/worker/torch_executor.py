@@ -14,7 +14,7 @@ from engine.attention.encoding import STORAGE_DTYPES
 from engine.attention.reference import ReferenceAttention
 from engine.core.plan import Geometry, Plan, Result
 from engine.errors import ConfigError
-from engine.model.decoder import Decoder
+from engine.model.decoder import TorchDecoder, load_decoder
 from engine.model.spec import DecoderSpec
 from engine.sampling.reference import RowParams, sample, score
 from engine.worker.batch import Batch, Drawn, Draws, Float32
@@ -36,7 +36,7 @@ class TorchCompute:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: TorchDecoder,
         attention: AttentionBackend,
         block_size: int,
         device: torch.device,
@@ -134,7 +134,7 @@ class TorchExecutor:
         """Load the model and make the storage. Raises ConfigError."""
         spec, settings = self._spec, self._settings
         device = _device(settings.device)
-        decoder = Decoder.load(spec, self._model, STORAGE_DTYPES[settings.dtype], device)
+        decoder = load_decoder(spec, self._model, STORAGE_DTYPES[settings.dtype], device)
         blocks = device_blocks(settings, block_bytes(spec, settings.block_size, settings.kv_dtype))
         if settings.kv_manager == "virtual":
             pages = -(-settings.max_model_len // settings.block_size)
@@ -146,7 +146,7 @@ class TorchExecutor:
         return self._assemble(decoder, ReferenceAttention(spec, cache), TorchBlocks(cache), blocks)
 
     def _assemble(
-        self, decoder: Decoder, attention: AttentionBackend, device: TorchBlocks, blocks: int
+        self, decoder: TorchDecoder, attention: AttentionBackend, device: TorchBlocks, blocks: int
     ) -> Geometry:
         spec, settings = self._spec, self._settings
         mark = fingerprint(self._model, spec, "torch", settings.dtype, settings.kv_dtype, settings.block_size)
