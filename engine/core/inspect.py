@@ -25,7 +25,7 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
         {"id": i, "state": "free", "refs": 0, "holders": [], "tokens": 0} for i in range(geometry.num_blocks)
     ]
     views = kv.blocks()
-    cells = _cells(views, geometry)
+    cells = _cells(kv, views)
     for view in views:
         holders = [{"request": names[s].request.add.id, "choice": names[s].choice} for s in view.holders]
         blocks[cells[view.id]] = {
@@ -54,7 +54,7 @@ def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: f
     """What the page shows twice a second, compact: a letter a block (f c u s) and the tables of the sequences."""
     letters = ["f"] * geometry.num_blocks
     views = kv.blocks()
-    cells = _cells(views, geometry)
+    cells = _cells(kv, views)
     for view in views:
         letters[cells[view.id]] = "cus"[min(2, len(view.holders))]
     usage = kv.usage()
@@ -91,7 +91,7 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
     if not 0 <= id < geometry.num_blocks:
         return None
     views = kv.blocks()
-    cells = _cells(views, geometry)
+    cells = _cells(kv, views)
     view = next((v for v in views if cells[v.id] == id), None)
     if view is None:
         return {"id": id, "refs": 0, "holders": [], "tokens": []}
@@ -110,9 +110,9 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
     }
 
 
-def _cells(views: list[BlockView], geometry: Geometry) -> dict[int, int]:
-    """Where each block in use is shown: at its id, or, where ids are addresses (virtual), in the order of those."""
-    if views and max(view.id for view in views) >= geometry.num_blocks:
+def _cells(kv: KVManager, views: list[BlockView]) -> dict[int, int]:
+    """Where each block in use is shown: at its id or, where ids are addresses, in the order of those."""
+    if kv.ids_are_addresses:
         return {id: cell for cell, id in enumerate(sorted(view.id for view in views))}
     return {view.id: view.id for view in views}
 

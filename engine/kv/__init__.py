@@ -47,6 +47,10 @@ class KVManager(Protocol):
     """Makes room for tokens and says by which operations. Every method but `check` is cheap."""
 
     @property
+    def ids_are_addresses(self) -> bool:
+        """Block ids name places in reserved ranges, of which there are more than blocks of memory."""
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that one sequence alone can have in the pool."""
 

@@ -47,6 +47,10 @@ class ContiguousKV:
         self._copies = 0
 
     @property
+    def ids_are_addresses(self) -> bool:
+        return self._virtual
+
+    @property
     def max_tokens(self) -> int:
         return min(self.pages_per_row, self._total) * self.block_size
 

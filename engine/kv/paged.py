@@ -66,6 +66,10 @@ class PagedKV:
         self._queried = self._hits = self._hits_host = self._hits_disk = 0
 
     @property
+    def ids_are_addresses(self) -> bool:
+        return False
+
+    @property
     def max_tokens(self) -> int:
         return self._pool.size * self.block_size
 
