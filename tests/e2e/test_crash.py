@@ -164,7 +164,7 @@ def test_what_keeps_a_server_from_starting_is_one_line_and_exit_code_two(tmp_pat
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
     t5 = tmp_path / "t5"
     t5.mkdir()
-    (t5 / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"]}')
+    (t5 / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": true}')
     (t5 / "tokenizer.json").symlink_to(pull("smollm2") / "tokenizer.json")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
