@@ -30,20 +30,27 @@ log = logging.getLogger(__name__)
 
 
 class NativeCompute:
-    """Forward pass and sampling by the kernels. Buffers grow to the largest step and stay."""
+    """Forward pass and sampling by the kernels. A step that scores a prompt gets a buffer of its own for its many
+    logits; all others share one."""
 
-    def __init__(self, kernels: native.Kernels, model: native.Model, blocks: NativeBlocks, hidden_size: int) -> None:
+    def __init__(
+        self, kernels: native.Kernels, model: native.Model, blocks: NativeBlocks, hidden_size: int, max_num_seqs: int
+    ) -> None:
         self._kernels = kernels
         self._model = model
         self._blocks = blocks
         self._hidden_size = hidden_size
-        self._logits = np.zeros((0, 0), np.float32)
+        self._shared_rows = max_num_seqs
+        self._shared: Float32 = np.zeros((0, 0), np.float32)  # [max_num_seqs, vocab]
+        self._logits = self._shared  # of the last step
 
     def forward(self, batch: Batch, slots: Slots) -> Float32:
         """See `Compute`."""
         n_logits = len(batch.logit_rows)
-        if n_logits > len(self._logits):
-            self._logits = np.empty((n_logits, slots.vocab_size), np.float32)
+        if not len(self._shared):
+            self._shared = np.empty((self._shared_rows, slots.vocab_size), np.float32)
+        alone = n_logits > self._shared_rows
+        self._logits = np.empty((n_logits, slots.vocab_size), np.float32) if alone else self._shared
         hidden = np.empty((len(batch.hidden_rows), self._hidden_size), np.float32)
         address = native.pointer
         arguments = native.Batch(
@@ -153,7 +160,7 @@ class NativeExecutor:
         host, disk = open_tiers(settings, block_bytes, mark)
         self._storage = KVStorage(self._blocks, host, disk)
         slots = Slots(settings, spec.vocab_size, self._blocks.num_blocks)
-        compute = NativeCompute(kernels, self._model, self._blocks, spec.hidden_size)
+        compute = NativeCompute(kernels, self._model, self._blocks, spec.hidden_size, settings.max_num_seqs)
         self._thread = StepThread(Runner(compute, slots, self._storage).run)
         return Geometry(
             num_blocks=device_blocks(settings, block_bytes),

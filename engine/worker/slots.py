@@ -72,10 +72,11 @@ class Slots:
         self.constraints: list[Constraints | None] = [None] * n
         self.n_biased = 0  # slots with a logit bias
         self.hidden_sum: dict[int, npt.NDArray[np.float64]] = {}  # running sums of mean pooling
-        self.adapter: list[str] = [""] * n
 
     def take(self, slot: int, params: SlotParams) -> None:
         """A sequence takes the slot; nothing of the one before it remains but its block table, which rows replace."""
+        if params.adapter:
+            raise RequestFailed(f"adapter {params.adapter!r} is not loaded: this executor serves the base model alone")
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
@@ -86,7 +87,6 @@ class Slots:
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.n_top[slot] = -1 if params.logprobs is None else params.logprobs
-        self.adapter[slot] = params.adapter
         self.hidden_sum.pop(slot, None)
         self.n_biased -= self._is_biased(slot)
         self.constraints[slot] = self._constraints(params)

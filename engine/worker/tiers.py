@@ -19,6 +19,7 @@ from engine.worker.settings import ExecutorSettings, host_blocks
 
 Bytes = npt.NDArray[np.uint8]
 PAGE = mmap.PAGESIZE
+HEADER = 64
 
 
 class HostPool:
@@ -39,9 +40,9 @@ class DiskTier:
     that another model's blocks are never read; files of other fingerprints in the directory are removed unless an
     engine holds them, so that the size given bounds the directory.
 
-    File: for each block one record of 16 bytes (checksum, key length, 0 = unknown), then the keys, then the blocks
-    from a page boundary. A record is cleared before its block is written and set after, so a killed process leaves
-    no block that looks whole and isn't.
+    File: the id of the boot it was last used in, for each block one record of 16 bytes (checksum, key length,
+    0 = unknown), the keys, and from a page boundary the blocks. A record is cleared before its block is written and
+    set after, so a killed process leaves no block that looks whole and isn't.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class DiskTier:
             raise ConfigError(f"the disk tier of {size_bytes} bytes is smaller than one KV block of {bytes_per_block}")
         self.path = directory / f"kv-{fingerprint}.blocks"
         n = self.num_blocks
-        first = -(-n * (16 + self._key_bytes) // PAGE) * PAGE
+        first = -(-(HEADER + n * (16 + self._key_bytes)) // PAGE) * PAGE
         self._file = self._open(first + n * bytes_per_block)
         self._map = mmap.mmap(self._file, first + n * bytes_per_block)
         everything = np.frombuffer(self._map, np.uint8)
-        self._records = everything[: 16 * n].view(np.uint64).reshape(n, 2)
-        self._keys = everything[16 * n : (16 + self._key_bytes) * n].reshape(n, self._key_bytes)
+        self._boot = everything[:HEADER]
+        self._records = everything[HEADER : HEADER + 16 * n].view(np.uint64).reshape(n, 2)
+        self._keys = everything[HEADER + 16 * n :][: n * self._key_bytes].reshape(n, self._key_bytes)
         self._blocks = everything[first:].reshape(n, bytes_per_block)
 
     def _open(self, size: int) -> int:
@@ -77,14 +79,19 @@ class DiskTier:
         return file
 
     def index(self) -> tuple[tuple[int, bytes], ...]:
-        """Blocks that are whole, with their keys; damaged ones are cleared. Reads every block that is in use."""
-        found = []
-        for block in np.flatnonzero(self._records[:, 1]).tolist():
-            if self._checksum(block) == int(self._records[block, 0]):
-                found.append((block, self._keys[block, : int(self._records[block, 1])].tobytes()))
-            else:
-                self._records[block] = 0
-        return tuple(found)
+        """Known blocks with their keys.
+
+        Within one boot the system keeps what a killed process had written; after another boot (the power may have
+        failed) every block is read and those that are damaged are cleared.
+        """
+        boot = np.frombuffer(Path("/proc/sys/kernel/random/boot_id").read_bytes()[:36].ljust(HEADER), np.uint8)
+        if not (self._boot == boot).all():
+            for block in np.flatnonzero(self._records[:, 1]).tolist():
+                if not self._is_whole(block):
+                    self._records[block] = 0
+            self._boot[:] = boot
+        known = np.flatnonzero(self._records[:, 1]).tolist()
+        return tuple((block, self._keys[block, : int(self._records[block, 1])].tobytes()) for block in known)
 
     def write(self, block: int, data: Bytes, key: bytes) -> None:
         """Keep a block. A key that is empty or too long leaves it readable now but unknown after a restart."""
@@ -92,28 +99,34 @@ class DiskTier:
         self._blocks[block] = data
         key = key if len(key) <= self._key_bytes else b""
         self._keys[block, : len(key)] = np.frombuffer(key, np.uint8)
+        self._records[block, 0] = self._checksum(block, len(key))
         self._records[block, 1] = len(key)
-        self._records[block, 0] = self._checksum(block)
 
     def read(self, block: int, into: Bytes) -> None:
         """Bring a block back.
 
-        Raises EngineDead when its bytes are not what was written: the index counts on them for whoever comes, so
-        only a fresh engine, whose `index` leaves the damaged block out, can go on.
+        Raises EngineDead when its bytes are not what was written: the prefix index counts on them for whoever comes,
+        so only a fresh engine, which finds the block cleared, can go on.
         """
-        if self._checksum(block) != int(self._records[block, 0]):
+        if not self._is_whole(block):
+            self._records[block] = 0
             raise EngineDead(f"KV block {block} in {self.path} is damaged: its checksum doesn't match")
         into[:] = self._blocks[block]
 
-    def _checksum(self, block: int) -> int:
-        key = self._keys[block, : int(self._records[block, 1])]
+    def _is_whole(self, block: int) -> bool:
+        checksum, key_length = self._records[block].tolist()
+        return self._checksum(block, key_length) == checksum
+
+    def _checksum(self, block: int, key_length: int) -> int:
+        key = self._keys[block, :key_length]
         return zlib.crc32(self._blocks[block].data, zlib.crc32(key.data))
 
     def close(self) -> None:
         """Unmap the file; what it holds stays for the next run. Idempotent."""
         if self._file < 0:
             return
-        self._records = self._keys = self._blocks = np.zeros((0, 0), np.uint8)  # type: ignore[assignment]
+        self._boot = self._keys = self._blocks = np.zeros((0, 0), np.uint8)
+        self._records = np.zeros((0, 2), np.uint64)
         self._map.flush()
         self._map.close()
         os.close(self._file)

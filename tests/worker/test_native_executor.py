@@ -116,6 +116,24 @@ def test_no_bit_depends_on_batch_chunk_block_size_or_swapping(
     assert chunked == alone
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_long_contexts_are_the_same_bits_on_any_number_of_threads(models: Path, kv_dtype: str) -> None:
+    """Contexts long enough that their keys are shared out among threads."""
+
+    def run(chunk: int, *, together: bool, **changes: object) -> list[list[Sampled]]:
+        executor, geometry = start(models, kv_dtype=kv_dtype, max_model_len=2048, **changes)
+        params = SlotParams(temperature=0.8, seed=2, logprobs=1)
+        todo = [Job(prompt, params, 6) for prompt in prompts([1700, 20, 530, 1025])]
+        done = results(Driver(executor, geometry).generate(todo, chunk=chunk, together=together))
+        executor.close()
+        return done
+
+    alone = run(2048, together=False)
+    assert run(97, together=True) == alone
+    assert run(512, together=True, block_size=544, num_blocks=16) == alone
+    assert run(300, together=True, threads=1) == alone
+
+
 def test_no_bit_depends_on_the_schedule_on_any_instruction_set(models: Path) -> None:
     """The kernels are chosen once a process, so each set has one of its own; the default is the tests' above."""
     gguf_file = tiny_gguf(models, gguf.GGMLQuantizationType.Q4_1)
@@ -269,6 +287,25 @@ def test_pooled_states_are_the_same_bits_however_the_prompt_is_cut(running: tupl
             states.append(hidden)
         assert len(states[0]) == 4 * 192
         assert states[0] == states[1] == states[2]
+
+
+def test_an_adapter_that_is_not_there_is_never_ignored(running: tuple[Executor, Geometry]) -> None:
+    row = Row(0, 0, (1,), 0, (0,), sample=True)
+    with pytest.raises(RequestFailed, match="adapter 'french' is not loaded"):
+        Driver(*running).run(Plan(0, (row,), slots=((0, SlotParams(adapter="french")),)))
+
+
+def test_a_long_prompt_is_scored_in_one_step(running: tuple[Executor, Geometry]) -> None:
+    driver, prompt = Driver(*running), prompts([300])[0]
+    row = Row(0, 0, prompt, 0, tuple(driver.free[:19]), score=0, targets=prompt[1:], sample=True)
+    whole = driver.run(Plan(0, (row,), slots=((0, SlotParams()),)))[0]
+    cut: tuple[Sampled, ...] = ()
+    for first in range(0, 300, 23):
+        part = prompt[first : first + 23]
+        row = Row(0, first, part, score=0, targets=prompt[first + 1 : first + 24])
+        cut += driver.run(Plan(0, (row,)))[0].scores
+    assert len(whole.scores) == 299
+    assert cut == whole.scores
 
 
 def test_a_bad_step_fails_alone(running: tuple[Executor, Geometry]) -> None:

@@ -147,18 +147,37 @@ os.kill(os.getpid(), 9)
     tier.close()
 
 
-def test_a_damaged_disk_block_is_noticed_when_it_is_read_and_at_the_next_start(tmp_path: Path) -> None:
-    tier = disk(tmp_path)
+def damaged(directory: Path) -> DiskTier:
+    """A tier of two blocks after a bit of block 0 has flipped."""
+    tier = disk(directory)
+    tier.index()
     for block in (0, 1):
         tier.write(block, np.full(WIDTH, 7, np.uint8), b"k%d" % block)
     tier.close()
     data = bytearray(tier.path.read_bytes())
-    data[-WIDTH * (DISK - 1) - 5] ^= 1  # in block 0
+    data[-WIDTH * (DISK - 1) - 5] ^= 1
     tier.path.write_bytes(data)
+    return disk(directory)
 
-    tier = disk(tmp_path)
+
+def test_a_damaged_disk_block_ends_the_engine_once_and_is_not_known_to_the_next(tmp_path: Path) -> None:
+    tier = damaged(tmp_path)
+    assert tier.index() == ((0, b"k0"), (1, b"k1"))
     with pytest.raises(EngineDead, match="damaged"):
         tier.read(0, np.zeros(WIDTH, np.uint8))
+    tier.close()
+    tier = disk(tmp_path)
+    assert tier.index() == ((1, b"k1"),)
+    tier.close()
+
+
+def test_after_another_boot_every_block_is_checked(tmp_path: Path) -> None:
+    tier = damaged(tmp_path)
+    tier.close()
+    data = bytearray(tier.path.read_bytes())
+    data[0] ^= 1
+    tier.path.write_bytes(data)
+    tier = disk(tmp_path)
     assert tier.index() == ((1, b"k1"),)
     tier.close()
 
