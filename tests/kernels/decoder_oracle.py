@@ -1,4 +1,4 @@
-"""A decoder by its definition, in float64, over whole sequences: the oracle of the native step. And a driver of the step.
+"""A decoder by its definition, in float64, over whole sequences: the oracle of the native step; and its driver.
 
 Weights are dictionaries under the canonical names of engine/model/spec.py.
 """

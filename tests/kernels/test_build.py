@@ -11,7 +11,7 @@ from engine import native
 from engine.errors import ConfigError
 
 
-@pytest.fixture()
+@pytest.fixture
 def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No packaged library and an empty cache folder, which is returned."""
     monkeypatch.setattr(native, "PACKAGED", tmp_path / "none.so")
@@ -19,7 +19,7 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "octavo" / "kernels"
 
 
-@pytest.fixture()
+@pytest.fixture
 def instant_build(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Builds write an empty file; their targets are returned."""
     built: list[Path] = []
