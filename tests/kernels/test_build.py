@@ -40,15 +40,15 @@ def test_an_up_to_date_packaged_library_comes_first(monkeypatch: pytest.MonkeyPa
     assert native.library_path() == packaged
 
 
-@pytest.mark.usefixtures("nothing_built")
-def test_a_packaged_library_of_other_sources_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, instant_build: list[Path]
+def test_a_packaged_library_of_older_sources_is_used_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stale = tmp_path / "stale.so"
     stale.write_bytes(b"")
     build.fingerprint_file(stale).write_text("of last week")
     monkeypatch.setattr(native, "PACKAGED", stale)
-    assert native.library_path() == instant_build[0] != stale
+    assert native.library_path() == stale
+    assert "stale.so is older than csrc/cpu" in caplog.text
 
 
 def test_the_cache_is_built_once_and_keyed_by_compiler(
