@@ -132,6 +132,7 @@ class ServerConfig:
     max_tokens_policy: str = option(
         "clamp", "chat max_tokens beyond the room in the context", choices=("clamp", "refuse")
     )
+    trust_request_chat_template: bool = option(False, "allow a chat_template in a request")
     tool_parser: str = option("", "parser of tool calls (default: chosen by the template)", metavar="NAME")
     reasoning_parser: str = option("", "parser of reasoning (default: chosen by the template)", metavar="NAME")
     data_dir: str = option("", "directory of the files and batches routes", metavar="DIR")

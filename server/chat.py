@@ -184,7 +184,6 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
     params = sampling_params(
         wire,
         service.tokenizer,
-        service.settings,
         max_tokens=limit,
         logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
         grammar=plan.grammar,

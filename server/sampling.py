@@ -15,7 +15,6 @@ from engine.text.tokenizer import Tokenizer
 from engine.validate import Limits, check_range, stop_strings
 from server.generate import TextOptions
 from server.protocol import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
-from server.settings import ServerSettings
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -23,7 +22,6 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def sampling_params(
     wire: GenerationRequest,
     tokenizer: Tokenizer,
-    settings: ServerSettings,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -41,9 +39,9 @@ def sampling_params(
         raise InvalidRequest("allowed_token_ids is empty: no token could follow", param="allowed_token_ids")
     return SamplingParams(
         n=n,
-        temperature=settings.default_temperature if wire.temperature is None else wire.temperature,
-        top_p=settings.default_top_p if wire.top_p is None else wire.top_p,
-        top_k=settings.default_top_k if wire.top_k is None else wire.top_k,
+        temperature=1.0 if wire.temperature is None else wire.temperature,
+        top_p=1.0 if wire.top_p is None else wire.top_p,
+        top_k=wire.top_k or 0,
         min_p=wire.min_p or 0.0,
         repetition_penalty=1.0 if wire.repetition_penalty is None else wire.repetition_penalty,
         presence_penalty=wire.presence_penalty or 0.0,

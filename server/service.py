@@ -57,8 +57,7 @@ class Service:
         self.responses = ResponseStore()
         self.store = FileStore(settings.data_dir) if settings.data_dir else None
         self.key_limits = KeyLimits(settings.api_keys)
-        build = {"version": version, **settings.extra_labels}
-        self.metrics = Metrics(client, self.model, build, aliases=settings.vllm_metric_aliases)
+        self.metrics = Metrics(client, self.model, {"version": version}, aliases=settings.vllm_metric_aliases)
 
     @property
     def limits(self) -> Limits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -39,9 +39,6 @@ class ServerSettings:
     vllm_metric_aliases: bool = False  # every octavo_ metric a second time under vLLM's name
     max_body_bytes: int = 10 * 2**20
     max_tokens_policy: Literal["clamp", "refuse"] = "clamp"  # chat: max_tokens beyond the room in the context
-    default_temperature: float = 1.0
-    default_top_p: float = 1.0
-    default_top_k: int = 0
     trust_request_chat_template: bool = False  # allow `chat_template` in a request
     tool_parser: str = ""  # name in server.parsers; "" = chosen by the model's template
     reasoning_parser: str = ""  # name in server.parsers; "" = chosen by the model's template
@@ -51,4 +48,3 @@ class ServerSettings:
     stuck_after_s: float = 30.0  # /health/ready fails when work waits and no step ended for so long
     data_dir: str = ""  # store of /v1/files and /v1/batches; "" = these routes answer 404
     log_prompts: bool = False
-    extra_labels: dict[str, str] = field(default_factory=dict)  # of octavo_build_info
