@@ -154,10 +154,7 @@ class NativeExecutor:
         self._model = load_model(kernels, self._path, spec, settings)
         self._blocks = self._make_blocks(kernels)
         block_bytes = self._blocks.bytes_per_block
-        mark = fingerprint(
-            self._path, spec, kernels.isa, settings.dtype, settings.kv_dtype, settings.block_size, settings.quantization
-        )
-        host, disk = open_tiers(settings, block_bytes, mark)
+        host, disk = open_tiers(settings, block_bytes, self._kv_fingerprint(kernels))
         self._storage = KVStorage(self._blocks, host, disk)
         slots = Slots(settings, spec.vocab_size, self._blocks.num_blocks)
         compute = NativeCompute(kernels, self._model, self._blocks, spec.hidden_size, settings.max_num_seqs)
@@ -175,6 +172,12 @@ class NativeExecutor:
             pages_per_slot=-(-settings.max_model_len // settings.block_size),
             disk_index=disk.index() if disk else (),
         )
+
+    def _kv_fingerprint(self, kernels: native.Kernels) -> str:
+        """What decides the bits of a KV block; other kernels may round otherwise, so their build counts too."""
+        settings, built = self._settings, Path(native.library()._name).stat().st_mtime_ns
+        how = (settings.dtype, settings.kv_dtype, settings.block_size, settings.quantization)
+        return fingerprint(self._path, self._spec, kernels.isa, built, *how)
 
     def _make_blocks(self, kernels: native.Kernels) -> NativeBlocks:
         """Paged: as many blocks as the budget holds. Virtual: addresses for every slot's longest sequence."""

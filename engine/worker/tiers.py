@@ -115,7 +115,7 @@ class DiskTier:
 
     def _is_whole(self, block: int) -> bool:
         checksum, key_length = self._records[block].tolist()
-        return self._checksum(block, key_length) == checksum
+        return self._checksum(block, int(key_length)) == int(checksum)
 
     def _checksum(self, block: int, key_length: int) -> int:
         key = self._keys[block, :key_length]
