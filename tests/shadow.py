@@ -73,6 +73,7 @@ class ShadowExecutor:
         self.slots: dict[int, Slot] = {}
         self.results: deque[Result | None] = deque()
         self.fail_next = 0  # so many steps raise, and do nothing of what they were asked
+        self.refuse_next = False  # the next step isn't even taken
         self.may_write: Callable[[int], bool] = lambda block: True
         self.broken: AssertionError | None = None
         self.plans: list[Plan] = []
@@ -84,6 +85,9 @@ class ShadowExecutor:
         return self.geometry
 
     def submit(self, plan: Plan) -> None:
+        if self.refuse_next:
+            self.refuse_next = False
+            raise RequestFailed("the shadow was told to refuse")
         try:
             self._submit(plan)
         except AssertionError as error:

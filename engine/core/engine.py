@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from engine.core.plan import Executor, Geometry, Plan, Result
 from engine.core.proposer import Proposer
 from engine.core.scheduler import Scheduler
 from engine.core.settings import CoreSettings
-from engine.errors import EngineDead, InvalidRequest
+from engine.errors import EngineDead, InvalidRequest, RequestFailed
 from engine.kv import KVManager
 from engine.kv.contiguous import ContiguousKV
 from engine.kv.costs import Costs
@@ -49,7 +50,7 @@ class EngineCore:
         self._ledger = self.scheduler.ledger
         self._flights: deque[Plan] = deque()
         self._steps = self._step_tokens = 0
-        self._step_s = self._schedule_s = self._sample_s = 0.0
+        self._step_s = self._schedule_s = self._waited_s = self._sample_s = 0.0
         self._last_step = 0.0
 
     def add(self, request: AddRequest) -> None:
@@ -71,21 +72,14 @@ class EngineCore:
         A step that raises ends the requests of that step and no others.
         """
         began = time.perf_counter()
-        waited = 0.0
+        waited = self._waited_s
         plan = self.scheduler.schedule()
-        try:
-            if plan is not None:
-                self._flights.append(plan)
-                self._executor.submit(plan)
-            if len(self._flights) > self._overlap or (plan is None and self._flights):
-                at = time.perf_counter()
-                result = self._executor.collect()
-                waited = time.perf_counter() - at
-                self._finish(self._flights.popleft(), result)
-        except EngineDead:
-            raise
-        except Exception as error:  # the step loop: the one place where a failure stays with its requests
-            self._fail(error)
+        refused = self._submit(plan) if plan is not None else None
+        while self._flights and (len(self._flights) > self._overlap or plan is None or refused is not None):
+            self._collect()
+        if plan is not None and refused is not None:
+            self._fail(plan, refused)
+        waited = self._waited_s - waited
         if plan is not None or waited:
             took = time.perf_counter() - began
             self._step_s += took
@@ -93,6 +87,34 @@ class EngineCore:
         elif not self._ledger.deltas:
             time.sleep(IDLE_S)
         return StepOut(tuple(self._ledger.take_deltas()), self.stats())
+
+    # In the next two a failure of the executor, of whatever kind, stays with the requests of its step.
+
+    def _submit(self, plan: Plan) -> Exception | None:
+        """Start a step; the error if the executor doesn't take it."""
+        try:
+            self._executor.submit(plan)
+        except EngineDead:
+            raise
+        except Exception as error:
+            return error
+        self._flights.append(plan)
+        return None
+
+    def _collect(self) -> None:
+        """Take the oldest result."""
+        began = time.perf_counter()
+        plan = self._flights.popleft()
+        try:
+            result = self._executor.collect()
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._fail(plan, error)
+            return
+        finally:
+            self._waited_s += time.perf_counter() - began
+        self._finish(plan, result)
 
     def _finish(self, plan: Plan, result: Result) -> None:
         self.scheduler.update(plan, result)
@@ -105,17 +127,13 @@ class EngineCore:
         if tokens >= MEASURED_PREFILL and tokens >= 2 * len(plan.rows):
             self.costs.saw_prefill(tokens, result.compute_s)
 
-    def _fail(self, error: Exception) -> None:
-        failed = self._flights.popleft()
-        while self._flights:  # it stood on the step that failed
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        """End the requests of a step that failed; one behind it stood on it, so its result is void."""
+        while self._flights:
             self._flights.popleft()
-            try:
+            with contextlib.suppress(RequestFailed):
                 self._executor.collect()
-            except EngineDead:
-                raise
-            except Exception:
-                continue
-        self.scheduler.fail(failed.step, f"the step failed: {error}")
+        self.scheduler.fail(plan.step, f"the step failed: {error}")
         self.kv.check()
 
     def control(self, command: str, argument: dict[str, str]) -> Any:

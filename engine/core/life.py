@@ -101,8 +101,6 @@ class Life:
         `anew`: it must let go of every block, so it isn't swapped.
         """
         kv, counters = self._kv, self._ledger.counters
-        # The last token's KV is computed again, because its logits are wanted again.
-        seq.confirmed = min(seq.confirmed, len(seq.tokens) - 1)
         decision = how(self._preemption, seq, kv, self._costs)
         swapped = decision.kind == "swap" and not anew and seq.top is None and kv.swap_out(seq.id, seq.confirmed)
         if not swapped:

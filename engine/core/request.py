@@ -1,7 +1,7 @@
 """A request and its sequences (one a choice or beam): tokens, how far they are computed, what became of them.
 
 tokens     [ prompt ............ | output .... ]          known
-confirmed  [0, confirmed) has KV, by results that came back
+confirmed  [0, confirmed) has KV, by results that came back; the last token has none (but in a beam that waits)
 computed   [0, computed) has KV once all submitted steps have run; [computed, known) is to be computed
 pending    tokens sampled by submitted steps that haven't come back: known = len(tokens) + pending
 """

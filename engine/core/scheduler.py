@@ -160,7 +160,7 @@ class Scheduler:
 
     def fail(self, step: int, message: str) -> None:
         """A step raised. Its requests end; what it left in memory is trusted by nobody: the others recompute."""
-        failed = {item.seq.request: None for item in self._flights.pop(step) if item.seq.epoch == item.epoch}
+        failed = {item.seq.request: None for item in self._flights.pop(step, ()) if item.seq.epoch == item.epoch}
         self._flights.clear()
         for request in failed:
             self.life.end_all(request, FinishReason.ERROR, error=message, kind="failed")

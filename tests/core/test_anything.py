@@ -129,13 +129,17 @@ class Anything(RuleBasedStateMachine):
         self.world.abort(f"r{number}", data.draw(st.sampled_from([-1, -1, 0, 1])))
 
     @precondition(lambda self: self.count > 0)
-    @rule()
-    def a_step_fails(self) -> None:
+    @rule(refused=st.booleans())
+    def a_step_fails(self, refused: bool) -> None:
         alive = {id for (id, _), answer in self.world.answers.items() if answer.last is None}
-        self.world.executor.fail_next = 1
+        if refused:
+            self.world.executor.refuse_next = True
+        else:
+            self.world.executor.fail_next = 1
         for _ in range(3):
             self.world.step()
         self.world.executor.fail_next = 0
+        self.world.executor.refuse_next = False
         self.world.disturbed |= alive
 
     @precondition(lambda self: self.count > 0)

@@ -586,3 +586,17 @@ def test_tenants_and_adapters_never_find_each_others_prefixes(field: str) -> Non
         w.run()
     w.check_answers()
     assert [w.answers[f"r{i}", 0].deltas[0].cached_tokens for i in range(3)] == [0, 0, 8]
+
+
+def test_a_step_that_is_refused_does_not_touch_the_one_before_it() -> None:
+    w = world(max_num_batched_tokens=4, slots=2, overlap=1, kv_manager="paged")
+    w.add("a", [1] * 4, max_tokens=1, **LONG)
+    w.add("b", [2] * 4, max_tokens=3, **LONG)
+    w.step()  # a alone is in flight
+    w.executor.refuse_next = True
+    w.step()
+    w.disturbed.add("b")
+    w.run()
+    w.check_answers()
+    assert finish(w, "a") is FinishReason.LENGTH
+    assert finish(w, "b") is FinishReason.ERROR
