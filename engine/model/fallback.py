@@ -170,6 +170,7 @@ def _attention_function(
     return plug.attend(module.layer_idx, *rows)[None], None
 
 
+transformers.utils.logging.disable_progress_bar()
 transformers.AttentionInterface.register(_NAME, _attention_function)
 
 

@@ -67,23 +67,23 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """One open file. Tensor data is memory-mapped: nothing is read before it is touched."""
+    """Header of one file; tensor data is mapped when it is read and let go with the array."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._data: npt.NDArray[np.uint8] = np.memmap(self.path, dtype=np.uint8, mode="r")
+            data: npt.NDArray[np.uint8] = np.memmap(self.path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path} can't be read: {error}") from error
         try:
-            reader = _Reader(self._data.data)
+            reader = _Reader(data.data)
             self.metadata, self.tensors = _read_header(reader)
         except (_Malformed, struct.error, OverflowError, MemoryError, RecursionError) as error:
             raise ConfigError(f"{self.path} is no usable GGUF file: {error}") from error
 
     def blocks(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The tensor's bytes as stored: [rows, bytes a row], rows over all dimensions but the innermost."""
-        raw = self._data[tensor.offset : tensor.offset + tensor.size]
+        raw = np.memmap(self.path, np.uint8, "r", offset=tensor.offset, shape=(tensor.size,))
         kind = TYPES[tensor.type]
         row_bytes = tensor.shape[-1] // kind.elements * kind.size
         return raw.reshape(-1, row_bytes)

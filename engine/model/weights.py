@@ -25,6 +25,7 @@ from engine.model.spec import DecoderSpec
 Dense = Literal["f32", "f16", "bf16"]
 Quantization = Literal["auto", "none", "int8", "gguf"]
 _PIECE = 1 << 17  # elements
+_ROWS = 1024
 BLOCK_TYPES = (2, 3, 8, 12)  # ggml types that the native kernels compute with: Q4_0, Q4_1, Q8_0, Q4_K
 
 
@@ -48,8 +49,19 @@ class Weight:
         return to_float32(self.data, self.dtype)
 
     def dense(self) -> Weight:
-        """The same weight, dequantised if it is in blocks."""
+        """The same weight, dequantised to float32 if it is in blocks."""
         return self if self.dtype != "blocks" else Weight(self.name, self.float32(), "f32", self.shape)
+
+    def rounded(self) -> Weight:
+        """The same matrix in 16 bits, a few rows at a time: a float32 copy of a large one would be its peak."""
+        if self.dtype == "f32":
+            return Weight(self.name, to_bfloat16(self.data), "bf16", self.shape)
+        if self.dtype != "blocks":
+            return self
+        values = np.empty(self.shape, np.uint16)
+        for row in range(0, len(values), _ROWS):
+            values[row : row + _ROWS] = to_bfloat16(dequantise(self.data[row : row + _ROWS], self.ggml_type))
+        return Weight(self.name, values, "bf16", self.shape)
 
 
 def to_float32(data: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
@@ -76,8 +88,8 @@ def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def iter_weights(spec: DecoderSpec, path: str | Path, *, keep_blocks: bool = False) -> Iterator[Weight]:
     """All weights of the model at `path`, in the order of `engine.model.names`.
 
-    `keep_blocks` passes on, as GGUF blocks, what the kernels compute with as it is stored: blocks of GGUF files, and
-    quantised safetensors that fit such blocks exactly. Everything else comes dense.
+    `keep_blocks` passes matrices on as GGUF blocks where they are stored so, or are quantised safetensors that fit
+    such blocks exactly. Everything else comes dense.
     Memory: one weight at a time beyond the mapped file. Raises ConfigError naming the first tensor that is
     missing, left over or of a wrong shape.
     """
@@ -91,7 +103,7 @@ def iter_weights(spec: DecoderSpec, path: str | Path, *, keep_blocks: bool = Fal
 
 
 def kept_types(spec: DecoderSpec, path: Path) -> dict[str, int]:
-    """ggml type of every weight that `iter_weights(keep_blocks=True)` gives as blocks, -1 for the others.
+    """ggml type of every weight that `load_native` keeps in blocks, -1 for the others.
 
     Reads headers; of a quantised checkpoint also one layer, whose form stands for all.
     """
@@ -209,7 +221,7 @@ class _GGUFSource:
                 raise ConfigError(f"tensor {rule.source} has {shape[0]} rows; {rule.source_rows} are expected")
             blocks = blocks[rule.rows]
             shape = (blocks.shape[0], *shape[1:])
-        if keep_blocks and tensor.type in BLOCK_TYPES:
+        if keep_blocks:
             return Weight(rule.name, np.ascontiguousarray(blocks), "blocks", shape, tensor.type)
         return Weight(rule.name, dequantise(blocks, tensor.type).reshape(shape), "f32", shape)
 
@@ -259,30 +271,34 @@ def load_native(
         path = gguf_of(path)
     keep_blocks = quantization == "gguf" or (quantization == "auto" and dtype == "bfloat16")
     kept = _W_Q8 if quantization == "int8" else _W_F32 if dtype == "float32" else _W_BF16
-    for weight in _alike(iter_weights(spec, path, keep_blocks=keep_blocks)):
-        rows, cols = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
-        if weight.dtype == "blocks":
+    for weight, alike in _with_partner(iter_weights(spec, path, keep_blocks=True)):
+        if len(weight.shape) == 1:
+            native.set(weight.name, weight.data, _OCT_DTYPE[weight.dtype], 1, weight.shape[0], _W_F32)
+            continue
+        rows, cols = weight.shape
+        if keep_blocks and alike and weight.ggml_type in BLOCK_TYPES:
             native.set_gguf(weight.name, weight.data, weight.ggml_type, rows, cols)
             continue
-        if dtype == "bfloat16" and weight.dtype == "f32" and weight.name in ("embed", "positions"):
-            weight = Weight(weight.name, to_bfloat16(weight.data), "bf16", weight.shape)  # tables are kept as given
-        quant = kept if len(weight.shape) == 2 else _W_F32
-        native.set(weight.name, weight.data, _OCT_DTYPE[weight.dtype], rows, cols, quant)
+        # Tables (embed, positions) are kept as they are given, matrices as `kept`.
+        table = weight.name in ("embed", "positions")
+        dense = weight.rounded() if dtype == "bfloat16" and (table or kept == _W_BF16) else weight.dense()
+        native.set(weight.name, dense.data, _OCT_DTYPE[dense.dtype], rows, cols, kept)
 
 
-def _alike(weights: Iterator[Weight]) -> Iterator[Weight]:
-    """Gate and up of one MLP are packed into one matrix: where a file keeps them differently, both come dense."""
+def _with_partner(weights: Iterator[Weight]) -> Iterator[tuple[Weight, bool]]:
+    """Each weight, and whether its blocks may be kept: gate and up of one MLP are packed into one matrix, so that
+    both must be stored alike."""
     gate: Weight | None = None
     for weight in weights:
         if weight.name.endswith(".gate"):
             gate = weight
-            continue
-        if gate is not None and weight.name.endswith(".up"):
-            if gate.ggml_type != weight.ggml_type:
-                gate, weight = gate.dense(), weight.dense()
-            yield gate
+        elif gate is not None and weight.name.endswith(".up"):
+            alike = gate.ggml_type == weight.ggml_type
+            yield gate, alike
+            yield weight, alike
             gate = None
-        yield weight
+        else:
+            yield weight, True
 
 
 def gguf_of(path: Path) -> Path:

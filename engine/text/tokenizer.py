@@ -112,7 +112,10 @@ class Tokenizer:
     @classmethod
     def _from_files(cls, files: dict[str, bytes], path: Path) -> Tokenizer:
         if "tokenizer.json" not in files:
-            raise ConfigError(f"{path} has no tokenizer.json (nor vocab.json with merges.txt)")
+            raise ConfigError(
+                f"{path} has no tokenizer.json (nor vocab.json with merges.txt); "
+                "transformers' AutoTokenizer makes one of other forms with save_pretrained"
+            )
         parsed: dict[str, dict[str, Any]] = {}
         for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
             try:
