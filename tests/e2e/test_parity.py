@@ -19,7 +19,7 @@ def prompts() -> list[tuple[int, ...]]:
     """Twenty prompts of 5 to 1,500 tokens, each from another place of a long text."""
     from engine.text.tokenizer import Tokenizer
 
-    ids = Tokenizer.from_dir(pull("smollm2")).encode(english(60_000))
+    ids = Tokenizer.load(pull("smollm2")).encode(english(60_000))
     assert len(ids) > sum(LENGTHS)
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     return [tuple(ids[s : s + n]) for s, n in zip(starts, LENGTHS, strict=True)]
