@@ -600,3 +600,34 @@ def test_a_step_that_is_refused_does_not_touch_the_one_before_it() -> None:
     w.check_answers()
     assert finish(w, "a") is FinishReason.LENGTH
     assert finish(w, "b") is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_prefixes_come_back_from_host_and_disk_and_from_the_disk_of_an_engine_that_died(size: int) -> None:
+    geometry = Geometry(
+        num_blocks=48 // size,
+        block_size=size,
+        host_blocks=48 // size,
+        disk_blocks=400 // size,
+        max_model_len=48,
+        max_num_seqs=2,
+        vocab_size=VOCAB,
+        bytes_per_block=1000,
+    )
+    w = World(geometry, CoreSettings(max_num_seqs=2))
+
+    def ask_all(turn: str) -> int:
+        for i in range(6):
+            w.add(f"{turn}{i}", [i + 1, *range(1, 34)], max_tokens=3, **LONG)
+            w.run()
+        return sum(w.answers[f"{turn}{i}", 0].deltas[0].cached_tokens for i in range(6))
+
+    assert ask_all("first") == 0
+    assert ask_all("second") == 6 * 32
+    stats = w.core.stats()
+    assert stats.prefix_hits_host + stats.prefix_hits_disk == 6 * 32
+    assert stats.prefix_hits_disk > 0
+    w.crash()
+    assert ask_all("third") > 0
+    assert w.core.stats().prefix_hits_disk > 0
+    w.check_answers()
