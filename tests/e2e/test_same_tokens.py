@@ -40,7 +40,7 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
         start, length = 900 * i, (12, 60, 250, 900)[i % 4]
         shared = text[:600] if i % 5 == 0 else ""
         prompts.append(shared + text[start : start + length])
-        common: dict[str, Any] = {"max_tokens": 24, "logprobs": 3, "seed": i, "ignore_eos": True}
+        common: dict[str, Any] = {"max_tokens": 16, "logprobs": 3, "seed": i, "ignore_eos": True}
         kinds: list[dict[str, Any]] = [
             {"temperature": 0},
             {"temperature": 0.9, "top_p": 0.9},
