@@ -277,14 +277,10 @@ class Option:
         elif isinstance(raw, (int, float)) and not isinstance(raw, bool) and (of is float or isinstance(raw, int)):
             value = of(raw)
         word = "a whole number" if of is int else "a number"
-        low, high = self.low, self.high
-        limits = (
-            f" from {low:g} to {high:g}" if high is not None else f" of at least {low:g}" if low is not None else ""
-        )
-        if value is None or not -1e18 < value < 1e18:
-            self._refuse(raw, place, f"must be {word}{limits}")
-        if (low is not None and value < low) or (high is not None and value > high):
-            self._refuse(raw, place, f"must be {word}{limits}")
+        low, high = self.low or 0, self.high or MOST
+        if value is None or not low <= value <= high:
+            limits = f"of at least {low:g}" if self.high is None else f"from {low:g} to {high:g}"
+            self._refuse(raw, place, f"must be {word} {limits}")
         return value
 
     def _text(self, raw: Any, place: str) -> str:

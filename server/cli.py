@@ -127,7 +127,8 @@ def parser() -> Parser:
 
     # Only for the list: `main` hands these to their own modules.
     commands.add_parser("bench", help="measure a server, steps, kernels (octavo bench NAME --help)")
-    commands.add_parser("plan", help="plan capacity with the real scheduler on a virtual clock")
+    if find_spec("server.plan"):
+        commands.add_parser("plan", help="plan capacity with the real scheduler on a virtual clock")
 
     completion = command("completion", run_completion, "print a completion script for your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
@@ -239,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. What the user can put right is one line on stderr and exit code 2."""
     try:
         given = list(sys.argv[1:] if argv is None else argv)
-        if given and given[0] in ("bench", "plan"):
+        if given and (given[0] == "bench" or (given[0] == "plan" and find_spec("server.plan"))):
             return run_module(given[0], given[1:])
         args = parser().parse_args(given)
         return int(args.run(args))
