@@ -23,6 +23,9 @@ _WORDS_LLAMA3 = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORDS_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS_TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -32,6 +35,7 @@ _WORDS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _WORDS_LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _WORDS_QWEN2),
     "tekken": _WORDS_TEKKEN,
+    "qwen35": _WORDS_QWEN35,
 }
 _GPT2_WORDS = ("gpt-2", "gpt2", "default", "olmo", "phi-2", "mpt", "jina-es", "jina-de", "roberta-bpe")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
@@ -64,8 +68,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **special,
     }
-    if isinstance(metadata.get("tokenizer.chat_template"), str):
-        config["chat_template"] = metadata["tokenizer.chat_template"]
+    config |= _chat_templates(metadata)
     generation: dict[str, Any] = {}
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     generation["eos_token_id"] = sorted({end for end in ends if isinstance(end, int)})
@@ -103,7 +106,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.To
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-        if pre == "qwen2":
+        if pre in ("qwen2", "qwen35"):
             tokenizer.normalizer = normalizers.NFC()
     else:
         known = sorted({*_GPT2_WORDS, *_SINGLE_DIGITS, *_WORDS})
@@ -149,6 +152,19 @@ def _merges_by_score(
                 ranked.append((-score, -cut, vocab[left], left, right))
     ranked.sort(key=lambda entry: entry[:3])
     return [(left, right) for *_, left, right in ranked]
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template` as tokenizer_config.json has it: one, or a list of named ones."""
+    key = "tokenizer.chat_template"
+    named = [name for name in metadata.get(f"{key}s", ()) if isinstance(metadata.get(f"{key}.{name}"), str)]
+    default = metadata.get(key)
+    if not isinstance(default, str):
+        return {}
+    if not named:
+        return {"chat_template": default}
+    templates = {"default": default} | {name: metadata[f"{key}.{name}"] for name in named}
+    return {"chat_template": [{"name": name, "template": text} for name, text in templates.items()]}
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:

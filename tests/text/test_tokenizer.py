@@ -1,6 +1,8 @@
 """The tokenizer against transformers, and the exact bytes of tokens."""
 
+import functools
 import json
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, InvalidRequest
 from engine.model.gguf_tokenizer import tokenizer_files
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import _BYTE_OF, Tokenizer
 from tests.text.conftest import encodable
 from tests.texts import english
 
@@ -193,6 +195,57 @@ def test_a_sentencepiece_vocabulary_merges_by_score_and_falls_back_to_bytes(spm:
     assert spm.decode(ids) == text
     assert b"".join(map(spm.token_bytes, ids)) == ((" " + text) if text else "").encode()
     assert spm.encode(text) == [1, *ids]
+
+
+BYTES = "".join(_BYTE_OF)
+BYTE_LEVEL = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["<end>", *BYTES, "Ġt", "he", "Ġthe", "12", "123"],
+    "tokenizer.ggml.merges": ["Ġ t", "h e", "Ġt he", "1 2", "12 3"],
+    "tokenizer.ggml.token_type": [3] + [1] * 261,
+    "tokenizer.ggml.eos_token_id": 0,
+}
+
+
+def words_of(pre: str) -> str:
+    """The expression that the tokenizer of this kind cuts words by."""
+    files = tokenizer_files(BYTE_LEVEL | {"tokenizer.ggml.pre": pre})
+    found: str = json.loads(files["tokenizer.json"])["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    return found
+
+
+def test_words_are_cut_by_the_expressions_that_the_models_were_trained_with() -> None:
+    import inspect
+
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
+
+    assert words_of("llama-bpe") == inspect.signature(TikTokenConverter).parameters["pattern"].default
+    assert words_of("qwen2") == QWEN2
+    assert words_of("qwen35") == QWEN35
+
+
+@settings(deadline=None)
+@given(text=st.text(), pre=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"]))
+def test_a_byte_level_vocabulary_gives_every_text_back(text: str, pre: str) -> None:
+    loaded = byte_level(pre)
+    ids = loaded.encode(text)
+    expected = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+    assert loaded.decode(ids) == expected
+    assert b"".join(map(loaded.token_bytes, ids)) == expected.encode()
+
+
+@functools.cache
+def byte_level(pre: str) -> Tokenizer:
+    return Tokenizer._from_files(tokenizer_files(BYTE_LEVEL | {"tokenizer.ggml.pre": pre}), Path("bpe.gguf"))
+
+
+def test_named_templates_come_from_the_file_too() -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use"]}
+    files = tokenizer_files(BYTE_LEVEL | templates | {"tokenizer.chat_template.tool_use": "tools"})
+    loaded = Tokenizer._from_files(files, Path("bpe.gguf"))
+    assert loaded.chat_templates == {"default": "plain", "tool_use": "tools"}
 
 
 @pytest.mark.parametrize(
