@@ -99,7 +99,7 @@ class QuantisedFiles:
     def names(self) -> set[str]:
         """Names in the dense form."""
         if not self._method:
-            return {*self._files.tensors}
+            return self._files.names()
         stored = {name for name in self._files.tensors if name.rpartition(".")[2] not in _SIDE_TENSORS}
         return stored | self._quantised
 

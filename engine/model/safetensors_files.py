@@ -55,6 +55,9 @@ class SafetensorsFiles:
             for name, tensor in _read_header(file).items():
                 self.tensors[name] = tensor
 
+    def names(self) -> set[str]:
+        return {*self.tensors}
+
     def read(self, name: str) -> tuple[npt.NDArray[Any], str]:
         """The tensor as stored and the name of its dtype ("f32", "bf16" as uint16, ...)."""
         tensor = self.tensors[name]
