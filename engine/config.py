@@ -318,6 +318,7 @@ def _device_problem(text: str) -> str:
 
 
 FORMS = {"memory": _memory_problem, "device": _device_problem}
+MOST = 10**18  # of a number without a limit of its own
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
