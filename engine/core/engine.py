@@ -15,7 +15,7 @@ from engine.core.plan import Executor, Geometry, Plan, Result
 from engine.core.proposer import Proposer
 from engine.core.scheduler import Scheduler
 from engine.core.settings import CoreSettings
-from engine.errors import EngineDead, InvalidRequest, RequestFailed
+from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
 from engine.kv import KVManager
 from engine.kv.contiguous import ContiguousKV
 from engine.kv.costs import Costs
@@ -49,12 +49,16 @@ class EngineCore:
         self.scheduler = Scheduler(self.kv, self.costs, geometry, settings, eos_token_ids, constraints, proposer, clock)
         self._ledger = self.scheduler.ledger
         self._flights: deque[Plan] = deque()
+        self._adapters: set[str] = set()
         self._steps = self._step_tokens = 0
         self._step_s = self._schedule_s = self._waited_s = self._sample_s = 0.0
         self._last_step = 0.0
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. A refusal is a terminal delta a choice in the next `step`."""
+        if request.adapter and request.adapter not in self._adapters:
+            self._ledger.refuse(request, "invalid", f"adapter {request.adapter!r} is not loaded")
+            return
         self.scheduler.add(request)
 
     def abort(self, request_id: str, choice: int = -1) -> None:
@@ -137,11 +141,36 @@ class EngineCore:
         self.kv.check()
 
     def control(self, command: str, argument: dict[str, str]) -> Any:
-        """An operator's command; its answer is JSON-able. Raises InvalidRequest for one that isn't known."""
-        if command != "reset_prefix_cache":
-            raise InvalidRequest(f"{command!r} is not a command of this engine; it knows reset_prefix_cache")
+        """An operator's command; its answer is JSON-able. Raises InvalidRequest for one that can't be done.
+
+        reset_prefix_cache · load_adapter {name, path} · unload_adapter {name}
+        """
+        match command:
+            case "reset_prefix_cache":
+                pass
+            case "load_adapter" | "unload_adapter":
+                self._change_adapter(command, argument)
+            case _:
+                raise InvalidRequest(f"{command!r} is not a command of this engine")
         self.kv.reset()
-        return {"blocks_free": self.kv.usage().free}
+        return {"blocks_free": self.kv.usage().free, "adapters": sorted(self._adapters)}
+
+    def _change_adapter(self, command: str, argument: dict[str, str]) -> None:
+        """Cached prefixes belong to an adapter's name, so the caller forgets them when what it names changes."""
+        name, path = argument.get("name", ""), argument.get("path", "")
+        if not name or (command == "load_adapter" and not path):
+            raise InvalidRequest(f"{command} needs a name{' and a path' if command == 'load_adapter' else ''}")
+        if any(request.add.adapter == name for request in self._ledger.requests.values()):
+            raise InvalidRequest(f"adapter {name!r} is in use; wait until its requests have ended")
+        if command == "unload_adapter":
+            self._adapters.discard(name)
+            self._executor.unload_adapter(name)
+            return
+        try:
+            self._executor.load_adapter(name, path)
+        except ConfigError as error:
+            raise InvalidRequest(str(error)) from error
+        self._adapters.add(name)
 
     def close(self) -> None:
         """Let the executor go. Idempotent."""

@@ -138,5 +138,11 @@ class Executor(Protocol):
     def collect(self) -> Result:
         """Wait for the oldest submitted step. Raises RequestFailed when the step raised."""
 
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Serve a LoRA adapter under this name from the next plan on. Raises ConfigError."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget it; no slot of a later plan may name it. Unknown names are ignored."""
+
     def close(self) -> None:
         """Free everything; idempotent."""

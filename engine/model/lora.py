@@ -25,6 +25,7 @@ from engine.model.weights import NativeModel, Weight, iter_weights, to_float32
 Float32 = npt.NDArray[np.float32]
 _F32, _W_Q8 = 0, 2
 _DENSE = {0: "f32", 1: "bf16", 2: "f16"}
+_UNUSABLE = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 _PREFIX = "base_model.model."
 
 
@@ -59,7 +60,9 @@ class LoraAdapter:
                 continue
             factors = _Factors(*stored[module], scale, rule)
             if factors.delta().shape != rule.shape:
-                raise ConfigError(f"adapter {self.directory}: {module} changes {factors.delta().shape}, not {rule.shape}")
+                raise ConfigError(
+                    f"adapter {self.directory}: {module} changes {factors.delta().shape}, not {rule.shape}"
+                )
             self._factors[rule.name] = factors
             used.add(module)
         if left := sorted(set(stored) - used):
@@ -82,7 +85,11 @@ class LoraAdapter:
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(f"{self.directory} is no LoRA adapter: its adapter_config.json can't be used") from error
         unusable = next(
-            (key for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out") if config.get(key)),
+            (
+                key
+                for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+                if config.get(key)
+            ),
             "",
         )
         if kind != "LORA" or not isinstance(rank, int) or rank < 1 or unusable or config.get("bias", "none") != "none":
@@ -94,7 +101,7 @@ class LoraAdapter:
         """A and B by the name of the module that they change."""
         files = SafetensorsFiles(self.directory)
         found: dict[str, dict[str, Float32]] = {}
-        for name in files.names():
+        for name in files.tensors:
             module, side, _ = name.removeprefix(_PREFIX).rsplit(".", 2) if name.count(".") > 1 else (name, "", "")
             if side not in ("lora_A", "lora_B"):
                 raise ConfigError(f"adapter {self.directory} holds {name}, which is no lora_A or lora_B matrix")

@@ -97,6 +97,31 @@ def build_batch(plan: Plan, slots: Slots) -> Batch:
     )
 
 
+def split_by_adapter(batch: Batch, slots: Slots) -> list[tuple[str, Batch, Int32, Int32]]:
+    """The batch as one batch an adapter, each with the places of its logits and of its hidden states in the whole."""
+    names = [slots.adapter[slot] for slot in batch.slots.tolist()]
+    lengths = np.diff(batch.q_start)
+    sequence_of_row = np.repeat(np.arange(len(names)), lengths)
+    parts = []
+    for adapter in dict.fromkeys(names):
+        mine = np.array([name == adapter for name in names])
+        rows = mine[sequence_of_row]
+        row_in_part = np.cumsum(rows, dtype=np.int32) - 1
+        logits = np.flatnonzero(rows[batch.logit_rows]).astype(np.int32)
+        hidden = np.flatnonzero(rows[batch.hidden_rows]).astype(np.int32)
+        part = Batch(
+            tokens=batch.tokens[rows],
+            q_start=np.concatenate([[0], np.cumsum(lengths[mine])]).astype(np.int32),
+            pos_start=batch.pos_start[mine],
+            slots=batch.slots[mine],
+            logit_rows=row_in_part[batch.logit_rows[logits]],
+            hidden_rows=row_in_part[batch.hidden_rows[hidden]],
+            draws=batch.draws,
+        )
+        parts.append((adapter, part, logits, hidden))
+    return parts
+
+
 def _check(plan: Plan, tokens: list[int], slots: Slots) -> None:
     """Kernels index without bounds: what would read or write outside is refused here."""
     if tokens and (min(tokens) < 0 or max(tokens) >= slots.vocab_size):

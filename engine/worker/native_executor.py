@@ -6,8 +6,9 @@ Both calls release the GIL, so the scheduler makes the next plan meanwhile.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,10 @@ import numpy.typing as npt
 from engine import native
 from engine.core.plan import Geometry, Plan, Result
 from engine.errors import ConfigError
+from engine.model.lora import LoraAdapter, MergingModel
 from engine.model.spec import DecoderSpec
 from engine.model.weights import load_native
-from engine.worker.batch import Batch, Drawn, Draws, Float32
+from engine.worker.batch import Batch, Drawn, Draws, Float32, split_by_adapter
 from engine.worker.fingerprint import fingerprint
 from engine.worker.native_blocks import NativeBlocks
 from engine.worker.runner import Runner, StepThread
@@ -30,12 +32,16 @@ log = logging.getLogger(__name__)
 
 
 class NativeCompute:
-    """Forward pass and sampling by the kernels. A step that scores a prompt gets a buffer of its own for its many
-    logits; all others share one."""
+    """Forward pass and sampling by the kernels.
+
+    A step that scores a prompt gets a buffer of its own for its many logits; all others share one. `adapters` are
+    merged models beside the base; rows of each run in a call of their own, so that none depends on the others.
+    """
 
     def __init__(
         self, kernels: native.Kernels, model: native.Model, blocks: NativeBlocks, hidden_size: int, max_num_seqs: int
     ) -> None:
+        self.adapters: dict[str, native.Model] = {}
         self._kernels = kernels
         self._model = model
         self._blocks = blocks
@@ -52,6 +58,17 @@ class NativeCompute:
         alone = n_logits > self._shared_rows
         self._logits = np.empty((n_logits, slots.vocab_size), np.float32) if alone else self._shared
         hidden = np.empty((len(batch.hidden_rows), self._hidden_size), np.float32)
+        if not self.adapters:
+            self._step(self._model, batch, slots, self._logits, hidden)
+            return hidden
+        for adapter, part, logits_at, hidden_at in split_by_adapter(batch, slots):
+            logits = np.empty((len(logits_at), slots.vocab_size), np.float32)
+            states = np.empty((len(hidden_at), self._hidden_size), np.float32)
+            self._step(self.adapters[adapter] if adapter else self._model, part, slots, logits, states)
+            self._logits[logits_at], hidden[hidden_at] = logits, states
+        return hidden
+
+    def _step(self, model: native.Model, batch: Batch, slots: Slots, logits: Float32, hidden: Float32) -> None:
         address = native.pointer
         arguments = native.Batch(
             n_rows=len(batch.tokens),
@@ -62,15 +79,14 @@ class NativeCompute:
             tables=address(slots.tables),
             table_stride=slots.tables.shape[1],
             table_line=address(batch.slots),
-            n_logits=n_logits,
+            n_logits=len(batch.logit_rows),
             logit_rows=address(batch.logit_rows),
-            logits=address(self._logits),
+            logits=address(logits),
             n_hidden=len(batch.hidden_rows),
             hidden_rows=address(batch.hidden_rows),
             hidden=address(hidden),
         )
-        self._model.step(self._blocks.kv, arguments)
-        return hidden
+        model.step(self._blocks.kv, arguments)
 
     def sample(self, draws: Draws, slots: Slots) -> Drawn:
         """See `Compute`."""
@@ -135,6 +151,19 @@ class _Pointers:
             self.columns[length] = np.array([0 if e is None else len(e) for e in entries], np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What `start` makes."""
+
+    kernels: native.Kernels
+    model: native.Model
+    blocks: NativeBlocks
+    storage: KVStorage
+    slots: Slots
+    compute: NativeCompute
+    thread: StepThread
+
+
 class NativeExecutor:
     """Executes plans on the CPU. See `engine.core.plan.Executor`."""
 
@@ -142,23 +171,21 @@ class NativeExecutor:
         self._path = Path(model_dir)
         self._spec = spec
         self._settings = settings
-        self._model: native.Model | None = None
-        self._blocks: NativeBlocks | None = None
-        self._storage: KVStorage | None = None
-        self._thread: StepThread | None = None
+        self._running: _Running | None = None
 
     def start(self) -> Geometry:
         """Load the model, from its packed image when there is one, and make the storage. Raises ConfigError."""
         spec, settings = self._spec, self._settings
         kernels = native.load(settings.isa, settings.threads)
-        self._model = load_model(kernels, self._path, spec, settings)
-        self._blocks = self._make_blocks(kernels)
-        block_bytes = self._blocks.bytes_per_block
+        model = load_model(kernels, self._path, spec, settings)
+        blocks = self._make_blocks(kernels)
+        block_bytes = blocks.bytes_per_block
         host, disk = open_tiers(settings, block_bytes, self._kv_fingerprint(kernels))
-        self._storage = KVStorage(self._blocks, host, disk)
-        slots = Slots(settings, spec.vocab_size, self._blocks.num_blocks)
-        compute = NativeCompute(kernels, self._model, self._blocks, spec.hidden_size, settings.max_num_seqs)
-        self._thread = StepThread(Runner(compute, slots, self._storage).run)
+        storage = KVStorage(blocks, host, disk)
+        slots = Slots(settings, spec.vocab_size, blocks.num_blocks)
+        compute = NativeCompute(kernels, model, blocks, spec.hidden_size, settings.max_num_seqs)
+        thread = StepThread(Runner(compute, slots, storage).run)
+        self._running = _Running(kernels, model, blocks, storage, slots, compute, thread)
         return Geometry(
             num_blocks=device_blocks(settings, block_bytes),
             block_size=settings.block_size,
@@ -192,28 +219,48 @@ class NativeExecutor:
 
     def submit(self, plan: Plan) -> None:
         """See `Executor`."""
-        assert self._thread is not None, "start() comes first"
-        self._thread.submit(plan)
+        self._started().thread.submit(plan)
 
     def collect(self) -> Result:
         """See `Executor`."""
-        assert self._thread is not None, "start() comes first"
-        return self._thread.collect()
+        return self._started().thread.collect()
+
+    def load_adapter(self, name: str, directory: str) -> None:
+        """See `Executor`. Takes the memory of another packed model."""
+        running, settings = self._started(), self._settings
+        dtype = native_dtype(settings)
+        model = native.Model(running.kernels, self._spec, dtype)
+        target = MergingModel(model, LoraAdapter(directory, self._spec))
+        load_native(self._spec, self._path, target, quantization=settings.quantization, dtype=dtype)
+        model.finish()
+        running.compute.adapters[name] = model
+        running.slots.adapters.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `Executor`."""
+        running = self._started()
+        running.slots.adapters.discard(name)
+        running.compute.adapters.pop(name, None)
 
     def close(self) -> None:
         """See `Executor`."""
-        if self._thread is not None:
-            self._thread.close()
-        for part in (self._storage, self._blocks, self._model):
-            if part is not None:
-                part.close()
+        if self._running is not None:
+            running = self._running
+            running.thread.close()
+            running.storage.close()
+            running.blocks.close()
+            for model in (running.model, *running.compute.adapters.values()):
+                model.close()
+
+    def _started(self) -> _Running:
+        assert self._running is not None, "start() comes first"
+        return self._running
 
 
 def load_model(kernels: native.Kernels, path: Path, spec: DecoderSpec, settings: ExecutorSettings) -> native.Model:
     """The packed model: from the image beside it when that is of these very files, else packed now and kept."""
-    if settings.dtype == "float16":
-        raise ConfigError("the CPU kernels compute in bfloat16 or float32, not float16; choose one of them")
-    model = native.Model(kernels, spec, settings.dtype)
+    dtype = native_dtype(settings)
+    model = native.Model(kernels, spec, dtype)
     image = image_path(path, kernels.isa, settings)
     key = fingerprint(path, spec, kernels.isa, settings.dtype, settings.quantization)
     if settings.image_cache and image.exists():
@@ -223,8 +270,8 @@ def load_model(kernels: native.Kernels, path: Path, spec: DecoderSpec, settings:
         except ConfigError as error:
             log.info("packing the weights again: %s", error)
             model.close()
-            model = native.Model(kernels, spec, settings.dtype)
-    load_native(spec, path, model, quantization=settings.quantization, dtype=settings.dtype)
+            model = native.Model(kernels, spec, dtype)
+    load_native(spec, path, model, quantization=settings.quantization, dtype=dtype)
     model.finish()
     if settings.image_cache:
         try:
@@ -233,6 +280,13 @@ def load_model(kernels: native.Kernels, path: Path, spec: DecoderSpec, settings:
         except (OSError, ConfigError) as error:
             log.warning("the packed weights can't be kept for the next start: %s", error)
     return model
+
+
+def native_dtype(settings: ExecutorSettings) -> Literal["float32", "bfloat16"]:
+    """What the kernels compute in. Raises ConfigError."""
+    if settings.dtype == "float16":
+        raise ConfigError("the CPU kernels compute in bfloat16 or float32, not float16; choose one of them")
+    return settings.dtype
 
 
 def image_path(path: Path, isa: str, settings: ExecutorSettings) -> Path:

@@ -34,11 +34,14 @@ class Runner:
         self._storage = storage
 
     def run(self, plan: Plan) -> Result:
-        """One step. Raises RequestFailed for what can't be run; the state of other slots stays good."""
+        """One step. Raises RequestFailed for what can't be run.
+
+        KV operations run whatever else fails: they may belong to sequences that are not in this plan.
+        """
         slots = self._slots
+        copy_bytes, copy_s = self._storage.run(plan.ops, dict(plan.disk_keys))
         for slot, params in plan.slots:
             slots.take(slot, params)
-        copy_bytes, copy_s = self._storage.run(plan.ops, dict(plan.disk_keys))
         if not plan.rows:
             return Result((), copy_s=copy_s, copy_bytes=copy_bytes)
         batch = build_batch(plan, slots)

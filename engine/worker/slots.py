@@ -71,12 +71,15 @@ class Slots:
         self.n_top = np.full(n, -1, np.int32)
         self.constraints: list[Constraints | None] = [None] * n
         self.n_biased = 0  # slots with a logit bias
+        self.adapters: set[str] = set()  # the loaded ones
+        self.adapter: list[str] = [""] * n  # "" = the base model
         self.hidden_sum: dict[int, npt.NDArray[np.float64]] = {}  # running sums of mean pooling
 
     def take(self, slot: int, params: SlotParams) -> None:
         """A sequence takes the slot; nothing of the one before it remains but its block table, which rows replace."""
-        if params.adapter:
-            raise RequestFailed(f"adapter {params.adapter!r} is not loaded: this executor serves the base model alone")
+        if params.adapter and params.adapter not in self.adapters:
+            raise RequestFailed(f"adapter {params.adapter!r} is not loaded")
+        self.adapter[slot] = params.adapter
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p

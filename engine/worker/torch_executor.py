@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ from engine.attention.encoding import STORAGE_DTYPES
 from engine.attention.reference import ReferenceAttention
 from engine.core.plan import Geometry, Plan, Result
 from engine.errors import ConfigError
-from engine.model.decoder import TorchDecoder, load_decoder
-from engine.model.spec import DecoderSpec
+from engine.model.decoder import Decoder, TorchDecoder, load_decoder
+from engine.model.lora import LoraAdapter, merged_weights
+from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.sampling.reference import RowParams, sample, score
-from engine.worker.batch import Batch, Drawn, Draws, Float32
+from engine.worker.batch import Batch, Drawn, Draws, Float32, split_by_adapter
 from engine.worker.fingerprint import fingerprint
 from engine.worker.runner import Runner, StepThread
 from engine.worker.settings import ExecutorSettings, device_blocks
@@ -43,7 +45,8 @@ class TorchCompute:
         *,
         one_by_one: bool,
     ) -> None:
-        self._decoder = decoder
+        self.adapters: dict[str, TorchDecoder] = {}  # merged models beside the base
+        self.decoder = decoder
         self._attention = attention
         self._block_size = block_size
         self._device = device
@@ -53,22 +56,23 @@ class TorchCompute:
     @torch.inference_mode()
     def forward(self, batch: Batch, slots: Slots) -> Float32:
         """See `Compute`."""
-        sequences = len(batch.pos_start)
-        groups = [[i] for i in range(sequences)] if self._one_by_one else [list(range(sequences))]
-        logits: list[Float32] = []
-        pooled: list[Float32] = []
-        for group in groups:
-            first, last = int(batch.q_start[group[0]]), int(batch.q_start[group[-1] + 1])
-            hidden = self._hidden(batch, slots, group)
-            for rows, out, head in ((batch.logit_rows, logits, True), (batch.hidden_rows, pooled, False)):
-                mine = rows[(rows >= first) & (rows < last)] - first
-                if len(mine):
-                    states = hidden[torch.from_numpy(mine).long().to(hidden.device)]
-                    out.append((self._decoder.logits(states) if head else states).float().cpu().numpy())
-        self._logits = np.concatenate(logits) if logits else np.zeros((0, slots.vocab_size), np.float32)
-        return np.concatenate(pooled) if pooled else np.zeros((0, 0), np.float32)
+        self._logits = np.empty((len(batch.logit_rows), slots.vocab_size), np.float32)
+        pooled = np.empty((len(batch.hidden_rows), self.decoder.spec.hidden_size), np.float32)
+        for adapter, part, logits_at, pooled_at in split_by_adapter(batch, slots):
+            decoder = self.adapters[adapter] if adapter else self.decoder
+            sequences = range(len(part.pos_start))
+            for group in [[i] for i in sequences] if self._one_by_one else [list(sequences)]:
+                first, last = int(part.q_start[group[0]]), int(part.q_start[group[-1] + 1])
+                hidden = self._hidden(decoder, part, slots, group)
+                mine = (part.logit_rows >= first) & (part.logit_rows < last)
+                if mine.any():
+                    states = hidden[torch.from_numpy(part.logit_rows[mine] - first).long().to(hidden.device)]
+                    self._logits[logits_at[mine]] = decoder.logits(states).float().cpu().numpy()
+                mine = (part.hidden_rows >= first) & (part.hidden_rows < last)
+                pooled[pooled_at[mine]] = hidden.float().cpu().numpy()[part.hidden_rows[mine] - first]
+        return pooled
 
-    def _hidden(self, batch: Batch, slots: Slots, group: list[int]) -> torch.Tensor:
+    def _hidden(self, decoder: TorchDecoder, batch: Batch, slots: Slots, group: list[int]) -> torch.Tensor:
         """Hidden states of the rows of some neighbouring sequences."""
         base = int(batch.q_start[group[0]])
         q_start = [int(batch.q_start[i]) - base for i in group] + [int(batch.q_start[group[-1] + 1]) - base]
@@ -94,7 +98,7 @@ class TorchCompute:
             return out
 
         tokens = torch.from_numpy(batch.tokens[base : base + q_start[-1]]).long().to(device)
-        return self._decoder.forward(tokens, torch.from_numpy(positions).to(device), attend)
+        return decoder.forward(tokens, torch.from_numpy(positions).to(device), attend)
 
     def sample(self, draws: Draws, slots: Slots) -> Drawn:
         """See `Compute`."""
@@ -127,8 +131,7 @@ class TorchExecutor:
         self._model = Path(model_dir)
         self._spec = spec
         self._settings = settings
-        self._storage: KVStorage | None = None
-        self._thread: StepThread | None = None
+        self._running: _Running | None = None
 
     def start(self) -> Geometry:
         """Load the model and make the storage. Raises ConfigError."""
@@ -151,11 +154,11 @@ class TorchExecutor:
         spec, settings = self._spec, self._settings
         mark = fingerprint(self._model, spec, "torch", settings.dtype, settings.kv_dtype, settings.block_size)
         host, disk = open_tiers(settings, device.bytes_per_block, mark)
-        self._storage = KVStorage(device, host, disk)
+        storage = KVStorage(device, host, disk)
         slots = Slots(settings, spec.vocab_size, device.num_blocks)
         alone = settings.deterministic or decoder.device.type == "cpu"
         compute = TorchCompute(decoder, attention, settings.block_size, decoder.device, one_by_one=alone)
-        self._thread = StepThread(Runner(compute, slots, self._storage).run)
+        self._running = _Running(compute, slots, storage, StepThread(Runner(compute, slots, storage).run))
         return Geometry(
             num_blocks=blocks,
             block_size=settings.block_size,
@@ -172,20 +175,47 @@ class TorchExecutor:
 
     def submit(self, plan: Plan) -> None:
         """See `Executor`."""
-        assert self._thread is not None, "start() comes first"
-        self._thread.submit(plan)
+        self._started().thread.submit(plan)
 
     def collect(self) -> Result:
         """See `Executor`."""
-        assert self._thread is not None, "start() comes first"
-        return self._thread.collect()
+        return self._started().thread.collect()
+
+    def load_adapter(self, name: str, directory: str) -> None:
+        """See `Executor`. Takes the memory of another model."""
+        running, spec = self._started(), self._spec
+        if spec.family == TRANSFORMERS:
+            raise ConfigError("adapters are served on native decoders only, not on models that transformers computes")
+        weights = merged_weights(spec, self._model, LoraAdapter(directory, spec))
+        base = running.compute.decoder
+        running.compute.adapters[name] = Decoder(spec, weights, base.dtype, base.device)
+        running.slots.adapters.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `Executor`."""
+        running = self._started()
+        running.slots.adapters.discard(name)
+        running.compute.adapters.pop(name, None)
 
     def close(self) -> None:
         """See `Executor`."""
-        if self._thread is not None:
-            self._thread.close()
-        if self._storage is not None:
-            self._storage.close()
+        if self._running is not None:
+            self._running.thread.close()
+            self._running.storage.close()
+
+    def _started(self) -> _Running:
+        assert self._running is not None, "start() comes first"
+        return self._running
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What `start` makes."""
+
+    compute: TorchCompute
+    slots: Slots
+    storage: KVStorage
+    thread: StepThread
 
 
 def _device(name: str) -> torch.device:

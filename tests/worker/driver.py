@@ -99,6 +99,30 @@ def tiny_gguf(model: Path, quantisation: gguf.GGMLQuantizationType) -> Path:
     return path
 
 
+def tiny_lora(directory: Path, seed: int, modules: Many[str], rank: int = 4, **config: object) -> Path:
+    """An adapter of random matrices for some modules of all layers, in PEFT's form."""
+    rng = np.random.default_rng(seed)
+    sizes = {
+        "self_attn.q_proj": (HEADS * HEAD_SIZE, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD_SIZE, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_SIZE),
+        "mlp.gate_proj": (INTER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTER),
+    }
+    tensors = {}
+    for layer in range(LAYERS):
+        for module in modules:
+            out, inner = sizes[module]
+            at = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{at}.lora_A.weight"] = rng.normal(size=(rank, inner)).astype(np.float32) / inner**0.5
+            tensors[f"{at}.lora_B.weight"] = rng.normal(size=(out, rank)).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2.0 * rank, "target_modules": list(modules), **config}
+    (directory / "adapter_config.json").write_text(json.dumps(fields))
+    return directory
+
+
 @dataclass
 class Job:
     """One sequence: what is asked of it and what it got."""
