@@ -252,17 +252,7 @@ class Option:
         return self._text(raw, place)
 
     def _bool(self, raw: Any, place: str) -> bool:
-        words = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        value = raw if isinstance(raw, bool) else words.get(raw.strip().lower()) if isinstance(raw, str) else None
+        value = raw if isinstance(raw, bool) else TRUTH.get(raw.strip().lower()) if isinstance(raw, str) else None
         if value is None:
             self._refuse(raw, place, "must be true or false")
         return value
@@ -319,6 +309,7 @@ def _device_problem(text: str) -> str:
 
 FORMS = {"memory": _memory_problem, "device": _device_problem}
 MOST = 10**18  # of a number without a limit of its own
+TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
