@@ -52,15 +52,20 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """On the worker thread, which drops the GIL while it compiles. Raises InvalidRequest."""
         if self._tokenizer is None:  # a third of a second: paid by the first constrained request, not by the start
-            self._tokenizer = LLTokenizer(
-                self._tokenizer_json, n_vocab=self.vocab_size, eos_token=sorted(self._eos_ids)
-            )
+            self._tokenizer = self._load_tokenizer()
         matcher = LLMatcher(self._tokenizer, compiled_text(grammar), log_level=0, limits=parser_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequest(f"the grammar can't be enforced: {readable(matcher)}")
         return matcher
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        eos = sorted(self._eos_ids)
+        try:
+            return LLTokenizer(self._tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
+        except ValueError:  # it has tokens that the model gives no logits for: their bits are cut off each mask
+            return LLTokenizer(self._tokenizer_json, eos_token=eos)
 
     def close(self) -> None:
         """Stop the worker thread; grammars that wait to be compiled fail."""

@@ -341,3 +341,13 @@ def test_a_constraint_that_exceeds_its_limits_on_the_way_allows_nothing_more_and
         constraint.mask()
     assert constraint.failed()
     assert allowed(constraint) == []
+
+
+def test_a_vocabulary_with_more_tokens_than_logits_gives_masks_of_the_logits(
+    tokenizer: tokenizers.Tokenizer,
+) -> None:
+    narrow = GrammarCompiler(tokenizer.to_str(), [0], tokenizer.get_vocab_size() - 100)
+    constraint = started(narrow, "json_schema", json.dumps(SCHEMAS["nullable"]))
+    assert allowed(constraint)
+    assert max(allowed(constraint)) < narrow.mask_bytes * 8
+    narrow.close()
