@@ -127,6 +127,11 @@ class ShadowExecutor:
             raise RequestFailed("the shadow was told to fail")
         return result
 
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Its tokens are the base model's: the shadow computes nothing."""
+
+    def unload_adapter(self, name: str) -> None: ...
+
     def close(self) -> None:
         self.results.clear()
 

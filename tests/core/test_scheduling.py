@@ -581,6 +581,8 @@ def test_the_virtual_managers_pages_are_shown_although_their_ids_are_addresses()
 @pytest.mark.parametrize("field", ["cache_salt", "adapter"])
 def test_tenants_and_adapters_never_find_each_others_prefixes(field: str) -> None:
     w = world(blocks=64)
+    for name in ("a", "b"):
+        w.core.control("load_adapter", {"name": name, "path": "here"})
     for i, value in enumerate(["a", "b", "a"]):
         w.add(f"r{i}", [1] * 12, max_tokens=2, **{field: value}, **LONG)
         w.run()
