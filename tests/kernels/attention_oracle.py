@@ -71,7 +71,7 @@ class Oracle:
             new = np.concatenate([self.keys[seq], new[0]]), np.concatenate([self.values[seq], new[1]])
         self.keys[seq], self.values[seq] = new
         group = m.heads // m.kv_heads
-        scores = np.einsum("qhd,khd->hqk", q, np.repeat(new[0], group, 1)) * m.spec.attn_scale
+        scores = np.einsum("qhd,khd->hqk", q, np.repeat(new[0], group, 1), optimize=True) * m.spec.attn_scale
         if m.spec.attn_softcap:
             scores = m.spec.attn_softcap * np.tanh(scores / m.spec.attn_softcap)
         behind = positions[:, None] - np.arange(start + n)[None]
@@ -79,7 +79,7 @@ class Oracle:
         scores[:, (behind < 0) | ((behind >= window) if window else False)] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("hqk,khd->qhd", weights, np.repeat(new[1], group, 1)).reshape(n, -1)
+        return np.einsum("hqk,khd->qhd", weights, np.repeat(new[1], group, 1), optimize=True).reshape(n, -1)
 
     def _norm(self, x: np.ndarray, which: int) -> np.ndarray:
         m = self.kernel

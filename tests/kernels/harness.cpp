@@ -51,7 +51,7 @@ API int64_t h_block_bytes(const oct_spec* spec, int block_size, int dtype) { ret
 API int h_sample(const oct_sampling* s) { return sample(s); }
 
 // One layer of one step: qkv [n_rows][(heads + 2 * kv_heads) * head_size] f32 in, attention [n_rows][heads * head_size]
-// f32 out. q_norm, k_norm: weights or NULL. seconds[2]: of rope_and_write, of attend (best of `repeats`).
+// f32 out. q_norm, k_norm: weights or NULL. seconds[2]: of rope_and_write, of attend, the best of repeats[0], [1] calls.
 struct Job {
   StepContext ctx;
   int layer;
@@ -59,7 +59,7 @@ struct Job {
 };
 
 API int h_attention(const oct_spec* spec, const oct_kv* kv, const oct_batch* batch, int layer, const float* qkv,
-                    const float* q_norm, const float* k_norm, float* out, int repeats, double* seconds) {
+                    const float* q_norm, const float* k_norm, float* out, const int* repeats, double* seconds) {
   static Job job;
   StepContext& ctx = job.ctx;
   Model model;
@@ -102,8 +102,8 @@ API int h_attention(const oct_spec* spec, const oct_kv* kv, const oct_batch* bat
   };
   auto now = [] { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec; };
   double best[2] = {1e9, 1e9};
-  for (int i = 0; i < repeats; i++)
-    for (job.phase = 0; job.phase < 2; job.phase++) {
+  for (job.phase = 0; job.phase < 2; job.phase++)
+    for (int i = 0; i < repeats[job.phase]; i++) {
       if (job.phase == 0) memcpy(ctx.qkv, qkv, (size_t)(ctx.n_rows * (int64_t)ctx.qkv_stride) * 4);
       double t = now();
       pool().run(work, &job);

@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -107,8 +108,8 @@ def instruction_sets() -> list[str]:
     return [name for name in build.instruction_sets() if _FEATURES.get(name, set()) <= flags]
 
 
-@cache
-def library(isa: str) -> Any:
+def _built(isa: str) -> Path:
+    """The library of a set, compiled when its sources have changed."""
     sources = [HERE / "harness.cpp", *sorted(build.SOURCES.glob("*.h")), build.SOURCES / "threads.cpp"]
     flags = [*build.FLAGS, *build.instruction_sets()[isa], f"-DOCT_ISA={isa}", f"-I{build.SOURCES}"]
     digest = hashlib.sha256(repr(flags).encode())
@@ -121,6 +122,19 @@ def library(isa: str) -> Any:
         command = [build.compiler(), *flags, "-shared", str(sources[0]), str(sources[-1]), "-o", str(part)]
         subprocess.run(command, check=True)
         part.replace(out)
+    return out
+
+
+@cache
+def _all_built() -> dict[str, Path]:
+    sets = instruction_sets()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(sets, pool.map(_built, sets), strict=True))
+
+
+@cache
+def library(isa: str) -> Any:
+    out = _all_built()[isa]
     lib = ctypes.CDLL(str(out))
     lib.oct_alloc.restype, lib.oct_alloc.argtypes = c_void_p, [c_int64]
     lib.oct_free.argtypes = [c_void_p, c_int64]
@@ -128,10 +142,10 @@ def library(isa: str) -> Any:
     lib.h_block_bytes.restype, lib.h_block_bytes.argtypes = c_int64, [POINTER(Spec), c_int32, c_int32]
     lib.h_attention.argtypes = [
         *[POINTER(Spec), POINTER(Kv), POINTER(Batch), c_int32],
-        *[c_void_p, c_void_p, c_void_p, c_void_p, c_int32, POINTER(c_double)],
+        *[c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int32), POINTER(c_double)],
     ]
     lib.h_sample.argtypes = [POINTER(SamplingArguments)]
-    lib.h_threads(2)
+    lib.h_threads(1)
     return lib
 
 
@@ -210,7 +224,9 @@ class Attention:
     def width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
-    def step(self, rows: Sequence[tuple[int, np.ndarray]], *, layer: int = 0, repeats: int = 1) -> list[np.ndarray]:
+    def step(
+        self, rows: Sequence[tuple[int, np.ndarray]], *, layer: int = 0, repeats: tuple[int, int] = (1, 1)
+    ) -> list[np.ndarray]:
         """rows: (sequence, qkv of its next tokens [n, width] float32). Their attention [n, heads * head_size]."""
         for seq, qkv in rows:
             table = self.tables.setdefault(seq, [])
@@ -238,7 +254,7 @@ class Attention:
         q_norm, k_norm = self.norms or (None, None)
         status = self.lib.h_attention(
             *[ctypes.byref(self.spec), ctypes.byref(self.kv), ctypes.byref(batch), layer],
-            *[address(qkv), address(q_norm), address(k_norm), address(out), repeats, self.seconds],
+            *[address(qkv), address(q_norm), address(k_norm), address(out), (c_int32 * 2)(*repeats), self.seconds],
         )
         assert status == 0, self.lib.h_error()
         for (seq, _), n in zip(rows, counts, strict=True):
@@ -293,7 +309,9 @@ def sample(
         return int(keep[-1].ctypes.data)
 
     out = Sampled(n, max(int(top.max()), 0))
-    a = SamplingArguments(n=n, vocab=vocab, logits=address(logits), n_top=address(top), top_stride=max(int(top.max()), 0))
+    a = SamplingArguments(
+        n=n, vocab=vocab, logits=address(logits), n_top=address(top), top_stride=max(int(top.max()), 0)
+    )
     for name, values in arrays.items():
         setattr(a, name, address(values))
     for name in ("token", "logprob", "rank", "top_ids", "top_logprobs"):

@@ -42,8 +42,18 @@ def ragged_steps(rng: np.random.Generator, kernel: Attention) -> list[list[tuple
     return [[(seq, random_qkv(rng, kernel, n)) for seq, n in step.items()] for step in plan]
 
 
-def check(isa: str, *, dtype: int, compute: int, tolerance: float | None = None, **shape: object) -> None:
-    kernel = Attention(isa, dtype=dtype, compute=compute, num_blocks=600, **shape)  # type: ignore[arg-type]
+def check(
+    isa: str, *, dtype: int, compute: int, block_size: int = 16, tolerance: float | None = None, **shape: object
+) -> None:
+    blocks = 400 // block_size + 8
+    kernel = Attention(
+        isa,
+        dtype=dtype,
+        compute=compute,
+        block_size=block_size,
+        num_blocks=blocks,
+        **shape,  # type: ignore[arg-type]
+    )
     kernel.fill(0xFF)  # NaN in every float format: nothing behind a context's end may be read
     oracle, rng = Oracle(kernel, dtype=dtype, compute=compute), np.random.default_rng(1)
     for step in ragged_steps(rng, kernel):
@@ -120,7 +130,7 @@ def test_no_bit_depends_on_chunks_block_size_or_threads(isa: str, dtype: int, co
             rows = random_qkv(rng, kernel, n) if rows is None else rows
             kernel.lib.h_threads(threads)
             answers.append(fed(kernel, rows, cuts))
-            kernel.lib.h_threads(2)
+            kernel.lib.h_threads(1)
             kernel.close()
         assert all(answer == answers[0] for answer in answers)
 
