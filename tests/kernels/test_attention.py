@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,22 +45,31 @@ def ragged_steps(rng: np.random.Generator, kernel: Attention) -> list[list[tuple
     return [[(seq, random_qkv(rng, kernel, n)) for seq, n in step.items()] for step in plan]
 
 
-def check(
-    isa: str, *, dtype: int, compute: int, block_size: int = 16, tolerance: float | None = None, **shape: object
-) -> None:
-    blocks = 400 // block_size + 8
-    kernel = Attention(
-        isa,
-        dtype=dtype,
-        compute=compute,
-        block_size=block_size,
-        num_blocks=blocks,
-        **shape,  # type: ignore[arg-type]
-    )
+def norms_of(flags: int) -> tuple[np.ndarray, np.ndarray] | None:
+    rng = np.random.default_rng(2)
+    sizes = {QK_NORM_HEAD: (64, 64), QK_NORM_FULL: (4 * 64, 2 * 64)}.get(flags)
+    if sizes is None:
+        return None
+    return rng.uniform(0.5, 1.5, sizes[0]).astype(np.float32), rng.uniform(0.5, 1.5, sizes[1]).astype(np.float32)
+
+
+@cache
+def questions(options: tuple[tuple[str, Any], ...]) -> list[tuple[list[tuple[int, np.ndarray]], list[np.ndarray]]]:
+    """Ragged steps and their answers; the same for every instruction set and block size."""
+    chosen = dict(options)
+    kernel = Attention(SETS[0], norms=norms_of(chosen.get("flags", 0)), num_blocks=1, **chosen)
+    oracle = Oracle(kernel, dtype=chosen["dtype"], compute=chosen["compute"])
+    steps = ragged_steps(np.random.default_rng(1), kernel)
+    kernel.close()
+    return [(step, oracle.step(step)) for step in steps]
+
+
+def check(isa: str, *, block_size: int = 16, tolerance: float | None = None, **options: Any) -> None:
+    norms, blocks = norms_of(options.get("flags", 0)), 400 // block_size + 8
+    kernel = Attention(isa, block_size=block_size, num_blocks=blocks, norms=norms, **options)
     kernel.fill(0xFF)  # NaN in every float format: nothing behind a context's end may be read
-    oracle, rng = Oracle(kernel, dtype=dtype, compute=compute), np.random.default_rng(1)
-    for step in ragged_steps(rng, kernel):
-        assert_matches(kernel.step(step), oracle.step(step), tolerance or TOLERANCE[compute])
+    for step, answer in questions(tuple(options.items())):
+        assert_matches(kernel.step(step), answer, tolerance or TOLERANCE[options["compute"]])
     kernel.close()
 
 
@@ -87,10 +99,7 @@ def test_every_block_size_matches_float64(isa: str, block_size: int) -> None:
 @pytest.mark.parametrize("flags", [0, ROPE_INTERLEAVED, QK_NORM_HEAD, QK_NORM_FULL])
 @pytest.mark.parametrize("isa", SETS)
 def test_rotary_and_norms_match_float64(isa: str, flags: int, rotary_dim: int) -> None:
-    rng = np.random.default_rng(2)
-    sizes = {QK_NORM_HEAD: (64, 64), QK_NORM_FULL: (4 * 64, 2 * 64)}.get(flags)
-    norms = sizes and tuple(rng.uniform(0.5, 1.5, n).astype(np.float32) for n in sizes)
-    check(isa, dtype=F32, compute=F32, flags=flags, norms=norms, rotary_dim=rotary_dim, tolerance=1e-5)
+    check(isa, dtype=F32, compute=F32, flags=flags, rotary_dim=rotary_dim, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("isa", SETS)
