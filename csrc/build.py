@@ -34,8 +34,8 @@ _X86 = {
         "-mamx-int8",
     ],
 }
-_ARM = {"neon": []}
-_OTHER = {"portable": []}
+_ARM: dict[str, list[str]] = {"neon": []}
+_OTHER: dict[str, list[str]] = {"portable": []}
 
 # No -ffast-math: it would set flush-to-zero for the whole process and break the NaN checks. No contraction: which
 # products fuse must not depend on how the compiler sees a tile.

@@ -14,7 +14,7 @@ from engine.simulate.cost import DEVICES, CostModel, ModelSize, load_fit, roofli
 from engine.simulate.setup import CoreSettings, Geometry, pool_of
 from engine.simulate.trace import Arrival, at_rate, generate, load, within
 
-DESCRIPTION = """Replays a trace at a rate on simulated replicas: the real scheduler, KV memory, prefix cache, preemption;
+DESCRIPTION = """Replays a trace at a rate on simulated replicas: real scheduler, KV memory, prefix cache, preemption;
 the time of a step comes from a fit to measured steps (octavo bench steps --json FILE) or a device's roofline."""
 
 
