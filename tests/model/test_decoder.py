@@ -32,6 +32,17 @@ def test_a_family_gives_the_logits_and_greedy_tokens_of_transformers(name: str, 
     assert tokens == expected.argmax(-1).tolist()
 
 
+def test_a_context_beyond_the_trained_length_takes_the_long_factors_for_all_its_tokens(tmp_path: Path) -> None:
+    theirs = make("phi3-long", tmp_path)  # trained on 128 tokens
+    short, long = (load_spec(tmp_path, max_model_len=length) for length in (128, 129))
+    assert short.rope != long.rope == load_spec(tmp_path).rope
+    tokens = torch.randint(3, VOCAB, (140,))
+    decoder = Decoder.load(long, tmp_path)
+    with torch.inference_mode():
+        ours = decoder.logits(decoder.forward(tokens, torch.arange(140), DenseCausalAttention(long)))
+        torch.testing.assert_close(ours, theirs(tokens[None]).logits[0], atol=1e-4, rtol=0)
+
+
 def test_chunks_give_what_the_whole_gives(tmp_path: Path) -> None:
     make("gemma3", tmp_path)
     decoder = Decoder.load(load_spec(tmp_path), tmp_path)
