@@ -12,24 +12,30 @@ ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
 
 
+def run_tool(name: str, *args: str) -> None:
+    done = subprocess.run([BIN / name, *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "docker/cuda.Dockerfile", "docker/rocm.Dockerfile"])
 def test_hadolint_finds_nothing(name: str) -> None:
-    done = subprocess.run([BIN / "hadolint", name], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    run_tool("hadolint", name)
 
 
 def test_the_compose_file_is_valid() -> None:
-    done = subprocess.run(
-        [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker/compose.yaml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker/compose.yaml")
 
 
 def test_what_the_compose_file_mounts_exists() -> None:
     for path in ("prometheus/prometheus.yaml", "grafana/provisioning/datasources/prometheus.yaml"):
         assert (ROOT / "docker" / path).is_file()
     assert (ROOT / "docker/grafana/dashboards/octavo.json").is_file()
+
+
+def test_the_compose_file_of_two_replicas_is_valid() -> None:
+    run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker/compose.scale.yaml")
+    subprocess.run(["promtool", "check", "config", "docker/prometheus/scale.yaml"], cwd=ROOT, check=True)
+
+
+def test_the_kubernetes_manifests_are_valid() -> None:
+    run_tool("kubernetes-validate", "--strict", "docker/k8s/deployment.yaml", "docker/k8s/service.yaml")
