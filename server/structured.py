@@ -13,7 +13,7 @@ from engine.api import Grammar
 from engine.errors import InvalidRequest
 from engine.text.grammar import check_grammar, close_objects, json_term
 
-ANY_TEXT = "TEXT: /(.|\\n)*/"
+ANY_TEXT = "/(.|\\n)*/"
 
 
 async def checked(grammar: Grammar, param: str) -> Grammar:
@@ -36,15 +36,15 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 def until(marker: str, special: Mapping[str, int], name: str) -> str:
     """Lark rules of `name`: any text up to the first `marker`, and the marker."""
-    if marker in special:
-        return f"{name}: TEXT {literal(marker, special)}\n{ANY_TEXT}\n"
-    return f"{name}[lazy]: TEXT {literal(marker, special)}\n{ANY_TEXT}\n"
+    text = f"{name.upper()}_TEXT"
+    lazy = "" if marker in special else "[lazy]"  # a control token ends the text by itself
+    return f"{name}{lazy}: {text} {literal(marker, special)}\n{text}: {ANY_TEXT}\n"
 
 
 def after_reasoning(grammar: Grammar, close_tag: str, special: Mapping[str, int]) -> Grammar:
     """The answer obeys `grammar` once the reasoning, in which it begins, has been closed."""
-    rules = f"start: reasoning BLANK answer\nBLANK: /[ \\n]{{0,2}}/\n{until(close_tag, special, 'reasoning')}"
-    return Grammar("lark", rules + answer_rule(grammar))
+    rules = "start: reasoning AFTER_REASONING answer\nAFTER_REASONING: /[ \\n]{0,2}/\n"
+    return Grammar("lark", rules + until(close_tag, special, "reasoning") + answer_rule(grammar))
 
 
 def answer_rule(grammar: Grammar) -> str:

@@ -24,7 +24,7 @@ from server.output import OutputPlan
 from server.parsers import CallSyntax, OutputSyntax
 from server.parsers.sink import Calls
 from server.protocol import FunctionTool, Tool
-from server.structured import after_reasoning, answer_rule, checked, literal, until
+from server.structured import ANY_TEXT, after_reasoning, answer_rule, checked, literal, until
 
 MAX_TOOLS = 128
 MOST_FORCED_CALLS = 16  # of one answer under a grammar: a weak model would go on for ever
@@ -279,9 +279,10 @@ def _auto_grammar(syntax: OutputSyntax, terms: dict[str, str], most: int, answer
         return Grammar("lark", f"start: {whole} | PLAIN\n{plain}{_call_rules(calls, terms, special)}")
     opening = (calls.first + calls.before).partition(calls.trigger)[0] + calls.trigger
     rest = calls.first.removeprefix(opening) if calls.first else ""
+    text = f"TEXT: {ANY_TEXT}\n"
     if calls.first:  # one trigger, then the whole list
-        start = f"start: TEXT | opening {literal(rest, special)} call{more} {literal(calls.last, special)}\n"
+        start = f"start: TEXT | opening {literal(rest, special)} call{more} {literal(calls.last, special)}\n{text}"
         return Grammar("lark", start + until(calls.trigger, special, "opening") + _call_rules(calls, terms, special))
     rules = _call_rules(calls, terms, special, cut=opening)
-    start = f"start: (opening call){{0,{most}}} TEXT\n"
+    start = f"start: (opening call){{0,{most}}} TEXT\n{text}"
     return Grammar("lark", start + until(calls.trigger, special, "opening") + rules)
