@@ -34,7 +34,7 @@ class Limits:
     beam_width: int = 32
     stop_strings: int = 4
     stop_characters: int = 256
-    grammar_bytes: int = 64 * 1024
+    grammar_bytes: int = 256 * 1024  # engine.text.grammar's limit, which 128 tools with their schemas need
 
 
 def _shown(value: object) -> str:

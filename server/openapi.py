@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from server.files import PURPOSES
+
 if TYPE_CHECKING:
     from server.app import Route
 
@@ -38,6 +40,15 @@ _ANTHROPIC_ERROR = {
             "required": ["type", "message"],
             "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
         },
+    },
+}
+
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
     },
 }
 
@@ -91,6 +102,8 @@ def _operation(route: Route, path: str, body: dict[str, Any] | None) -> dict[str
         content["text/event-stream"] = {"schema": {"type": "string"}}
     if path == "/metrics":
         content = {"text/plain": {"schema": {"type": "string"}}}
+    if path.endswith("/content"):
+        content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     operation: dict[str, Any] = {
         "operationId": route.handler.__name__,
         "summary": doc.splitlines()[0] if doc else "",
@@ -102,6 +115,8 @@ def _operation(route: Route, path: str, body: dict[str, Any] | None) -> dict[str
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    if path == "/v1/files" and route.method == "POST":
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
     return operation
 
 
