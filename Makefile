@@ -17,6 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt '$(TORCH)' \
 	  || $(BIN)/pip install -q -c constraints.txt --index-url $(TORCH_INDEX) '$(TORCH)'
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/pip install -q --no-deps instructor==1.17.0  # its pins refuse the openai client that it works with
 	touch $@
 
 serve: install
