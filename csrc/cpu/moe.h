@@ -14,9 +14,17 @@ struct Routing {
   Buffer experts;  // [rows][experts_per_token]
   Buffer starts;   // [experts + 1]
   Operand inputs, mid;
+  Buffer* products = nullptr;  // [threads] lists of one product an expert
+  int threads = 0;
   Buffer outputs;  // [rows * experts_per_token][hidden padded to 32]
 
-  void reserve(const oct_spec& s, int rows, int input_forms, int mid_forms) {
+  ~Routing() { delete[] products; }
+  void reserve(const oct_spec& s, int rows, int pool_threads, int input_forms, int mid_forms) {
+    if (threads < pool_threads) {
+      delete[] products;
+      products = new Buffer[threads = pool_threads];
+    }
+    for (int t = 0; t < threads; t++) products[t].reserve_array<Product>(s.experts);
     int64_t pairs = (int64_t)rows * s.experts_per_token;
     logits.reserve_array<float>((int64_t)rows * s.experts);
     weights.reserve_array<float>(pairs);

@@ -50,7 +50,7 @@ struct Operand {
 };
 
 // One group of 32 values: the largest magnitude becomes 127.
-OCT_INLINE void quantise_group(const float* x, int8_t* q, float* scale, int32_t* sum) {
+OCT_INLINE void quantise_group(const float* x, int8_t* q, float* scale, int32_t* group_sum) {
   vf top = {};
   for (int i = 0; i < kGroup; i += kLanes) top = max(abs(load(x + i)), top);
   float largest = max_lane(top), inverse = largest > 0 ? 127.0f / largest : 0.0f;
@@ -61,11 +61,8 @@ OCT_INLINE void quantise_group(const float* x, int8_t* q, float* scale, int32_t*
     vb bytes = __builtin_convertvector(r, vb);
     memcpy(q + i, &bytes, sizeof bytes);
   }
-  int32_t lanes[kLanes], all = 0;
-  memcpy(lanes, &total, sizeof total);
-  for (int i = 0; i < kLanes; i++) all += lanes[i];
   *scale = largest * (1.0f / 127.0f);
-  *sum = all;
+  *group_sum = sum_i32(total);
 }
 
 // Writes row r in every wanted form. x has round_up(k, 256) values, zero from k on.

@@ -105,34 +105,6 @@ static void finish_tile(const Target& t, float* tile, int rows, int64_t row0, in
   }
 }
 
-// The rows that a kernel reads, and where the form it wants lies.
-static TileInput tile_input(const Matrix& w, const Operand& a, int row, const float* widened, int64_t widened_stride) {
-  TileInput in = {};
-  in.groups = (int)(padded_inputs(w.kind, w.k) / kGroup);
-  in.row_groups = a.groups;
-  if (widened) {
-    in.a = widened + row * widened_stride, in.stride = widened_stride;
-  } else if (form_of(w.kind) == kFormF32) {
-    in.a = a.f32 + (int64_t)row * a.f32_stride, in.stride = a.f32_stride;
-  } else if (form_of(w.kind) == kFormBF16) {
-    in.a = a.b16 + (int64_t)row * a.bf16_stride, in.stride = a.bf16_stride;
-  } else {
-    in.a = a.q8 + (int64_t)row * a.q8_stride, in.stride = a.q8_stride;
-    in.scale = a.scale + (int64_t)row * a.groups, in.sum = a.sum + (int64_t)row * a.groups;
-  }
-  return in;
-}
-
-// Sets without bf16 products read bf16 rows as float: widened once per product and thread.
-static const float* widen_rows(const Operand& a, int row0, int rows, Buffer& scratch, int64_t& stride) {
-  stride = row_stride_bytes((int64_t)a.groups * kGroup * 4) / 4;
-  float* to = scratch.reserve_array<float>((int64_t)(rows + kPanel) * stride);
-  for (int r = 0; r < rows; r++)
-    for (int i = 0; i < a.groups * kGroup; i += kLanes)
-      store(to + r * stride + i, load_bf16(a.b16 + (int64_t)(row0 + r) * a.bf16_stride + i));
-  return to;
-}
-
 constexpr Kernel kF32Kernel = float_kernel<false>();
 
 // The kernel for so many rows. Kernels of one kind give the same bits; from some rows on another one is faster.
@@ -156,58 +128,149 @@ static const Kernel& kernel_of(PackKind kind, int rows) {
   return kQ4KKernel;
 }
 
-// Rows of the operand that are worked on together: equal blocks of what leaves an L2 cache room for the rest, so that
-// each panel finds them there. (The panels come again for the next block.)
-static int row_block(const Kernel& kernel, int rows, int64_t row_bytes) {
-  int64_t most = (3 << 18) / row_bytes;
-  if (most < 4 * kernel.max_rows) most = 4 * kernel.max_rows;
-  int blocks = (int)((rows + most - 1) / most);
-  return (int)round_up((rows + blocks - 1) / blocks, kernel.max_rows);
+// One of the products of a phase: rows [row0, row0 + rows) of an operand times a matrix. Row r goes to row r of the
+// target, output 0 to its column `column`.
+struct Product {
+  const Matrix* w;
+  const Operand* a;
+  int row0, rows;
+  Target target;
+  int64_t column;
+  int cuts = 0;  // of the rows; run_products sets it
+
+  int panels() const { return (w->n + kPanel - 1) / kPanel; }
+};
+
+// Sets without bf16 products read bf16 rows as float. A thread widens the rows once for all the panels that it takes.
+struct Widened {
+  Buffer buffer;
+  const bf16* of = nullptr;  // the rows that are in the buffer
+  int rows = 0;
+  int64_t stride = 0;
+
+  const float* get(const Operand& a, int row0, int n) {
+    const bf16* from = a.b16 + (int64_t)row0 * a.bf16_stride;
+    if (of == from && rows == n) return buffer.as<float>();
+    stride = row_stride_bytes((int64_t)a.groups * kGroup * 4) / 4;
+    float* to = buffer.reserve_array<float>((int64_t)(n + kPanel) * stride);
+    for (int r = 0; r < n; r++)
+      for (int i = 0; i < a.groups * kGroup; i += kLanes)
+        store(to + r * stride + i, load_bf16(from + (int64_t)r * a.bf16_stride + i));
+    of = from, rows = n;
+    return to;
+  }
+};
+
+// A thread's own memory for products. forget() at the start of each phase: operands change between them.
+struct ProductScratch {
+  Buffer unpacked;
+  Widened widened;
+  void forget() { widened.of = nullptr; }
+};
+
+// What a kernel reads of the rows from row0 on; `row` below counts from there.
+class Rows {
+ public:
+  Rows(const Product& p, ProductScratch& scratch) : groups_((int)(padded_inputs(p.w->kind, p.w->k) / kGroup)) {
+    const Operand& a = *p.a;
+    row_groups_ = a.groups;
+    int form = form_of(p.w->kind);
+    if (form == kFormBF16 && !kNativeBF16) {
+      data_ = (const uint8_t*)scratch.widened.get(a, p.row0, p.rows);
+      stride_ = scratch.widened.stride, element_ = 4;
+    } else if (form == kFormF32) {
+      data_ = (const uint8_t*)(a.f32 + (int64_t)p.row0 * a.f32_stride), stride_ = a.f32_stride, element_ = 4;
+    } else if (form == kFormBF16) {
+      data_ = (const uint8_t*)(a.b16 + (int64_t)p.row0 * a.bf16_stride), stride_ = a.bf16_stride, element_ = 2;
+    } else {
+      data_ = (const uint8_t*)(a.q8 + (int64_t)p.row0 * a.q8_stride), stride_ = a.q8_stride, element_ = 1;
+      scale_ = a.scale + (int64_t)p.row0 * a.groups, sum_ = a.sum + (int64_t)p.row0 * a.groups;
+    }
+  }
+  TileInput from(int row) const {
+    TileInput in = {};
+    in.a = data_ + row * stride_ * element_, in.stride = stride_;
+    if (scale_) in.scale = scale_ + (int64_t)row * row_groups_, in.sum = sum_ + (int64_t)row * row_groups_;
+    in.groups = groups_, in.row_groups = row_groups_;
+    return in;
+  }
+  int groups() const { return groups_; }
+
+ private:
+  const uint8_t* data_ = nullptr;
+  int64_t stride_ = 0;
+  int element_ = 0, groups_, row_groups_;
+  const float* scale_ = nullptr;
+  const int32_t* sum_ = nullptr;
+};
+
+// The panels [panels.begin, panels.end) for the rows `cut` of a product.
+static void multiply(const Product& p, Range panels, Range cut, ProductScratch& scratch) {
+  const Matrix& w = *p.w;
+  const Kernel& kernel = kernel_of(w.kind, p.rows);
+  const Rows rows(p, scratch);
+  const int groups = rows.groups(), n = cut.end - cut.begin, tiles = (n + kernel.max_rows - 1) / kernel.max_rows;
+  const int64_t bytes = panel_bytes(w.kind, w.k);
+  const int ahead_lines = (int)(bytes / groups + 63) / 64 / tiles;
+  uint8_t* unpacked = kernel.unpack ? scratch.unpacked.reserve_array<uint8_t>((int64_t)groups * kUnpackedBytes) : nullptr;
+  if (kernel.prepare) kernel.prepare();
+  alignas(64) float tile[32 * kPanel];
+  for (int panel = panels.begin; panel < panels.end; panel++) {
+    const uint8_t* packed = w.data + panel * bytes;
+    if (kernel.unpack) kernel.unpack(packed, groups, unpacked);
+    const float* bias = w.bias ? w.bias + panel * kPanel : nullptr;
+    const int outputs = w.n - panel * kPanel < kPanel ? w.n - panel * kPanel : kPanel;
+    for (int t = 0; t < tiles; t++) {
+      Range part = range(n, t, tiles, kernel.grain);
+      int first = cut.begin + part.begin, count = part.end - part.begin;
+      if (count == 0) continue;
+      TileInput in = rows.from(first);
+      in.ahead_lines = ahead_lines;
+      in.ahead = packed + bytes + (int64_t)t * groups * ahead_lines * 64;
+      kernel.tile[count](unpacked ? unpacked : packed, in, tile);
+      finish_tile(p.target, tile, count, p.row0 + first, p.column + panel * kPanel, outputs, bias);
+    }
+  }
 }
 
-// What thread `thread` of `threads` does of rows [row0, row0 + rows) of `a` times w. Outputs start at `column` of the
-// target. The threads share nothing; the caller puts a barrier behind it.
-static void multiply(const Matrix& w, const Operand& a, int row0, int rows, const Target& target, int64_t column,
-                     int thread, int threads, Buffer& scratch) {
-  const Kernel& kernel = kernel_of(w.kind, rows);
-  const int panels = (w.n + kPanel - 1) / kPanel;
-  const int64_t bytes = panel_bytes(w.kind, w.k);
-  // More threads than panels: cut the rows as well.
-  int row_cuts = threads > panels ? (threads + panels - 1) / panels : 1;
-  if (row_cuts > rows) row_cuts = rows;
-  Range items = range(panels * row_cuts, thread, threads);
-  if (items.begin == items.end) return;
-  const float* widened = nullptr;
-  int64_t widened_stride = 0;
-  if (w.kind == kBF16 && !kNativeBF16) widened = widen_rows(a, row0, rows, scratch, widened_stride);
-  const int form = form_of(w.kind), element_bytes = widened || form == kFormF32 ? 4 : form == kFormBF16 ? 2 : 1;
-  const int block = row_block(kernel, rows, tile_input(w, a, 0, widened, widened_stride).stride * element_bytes);
-  if (kernel.prepare) kernel.prepare();
-  const int groups = (int)(padded_inputs(w.kind, w.k) / kGroup);
-  uint8_t* unpacked = kernel.unpack ? scratch.reserve_array<uint8_t>((int64_t)groups * kUnpackedBytes) : nullptr;
-  const int ahead_lines = (int)(bytes / groups + 63) / 64;
-  alignas(64) float tile[32 * kPanel];
-  for (int start = 0; start < rows; start += block) {
-    for (int item = items.begin; item < items.end; item++) {
-      int panel = item / row_cuts, end = start + block < rows ? start + block : rows;
-      Range cut = range(end - start, item % row_cuts, row_cuts, kernel.grain);
-      int n = cut.end - cut.begin, tiles = (n + kernel.max_rows - 1) / kernel.max_rows;
-      const float* bias = w.bias ? w.bias + panel * kPanel : nullptr;
-      int outputs = w.n - panel * kPanel < kPanel ? w.n - panel * kPanel : kPanel;
-      const uint8_t* weights = w.data + panel * bytes;
-      if (kernel.unpack) {
-        kernel.unpack(weights, groups, unpacked);
-        weights = unpacked;
-      }
-      for (int t = 0; t < tiles; t++) {
-        Range part = range(n, t, tiles, kernel.grain);
-        int first = start + cut.begin + part.begin, count = part.end - part.begin;
-        if (count == 0) continue;
-        TileInput in = tile_input(w, a, widened ? first : row0 + first, widened, widened_stride);
-        in.ahead_lines = ahead_lines / tiles;
-        in.ahead = w.data + (panel + 1) * bytes + (int64_t)t * in.groups * in.ahead_lines * 64;
-        kernel.tile[count](weights, in, tile);
-        finish_tile(target, tile, count, row0 + first, column + panel * kPanel, outputs, bias);
+// In how many cuts the rows of a product are worked on: what an L2 cache holds beside the rest at a time, and enough
+// that `threads` have three panels each.
+static int row_cuts(const Product& p, int panels, int threads) {
+  const int most = (p.rows + kPanel - 1) / kPanel;
+  int64_t bytes = (int64_t)p.rows * p.w->k * (form_of(p.w->kind) == kFormQ8 ? 1 : kNativeBF16 ? 2 : 4);
+  int cuts = (int)((bytes + (3 << 18) - 1) / (3 << 18));
+  if (panels * cuts < threads * 3) cuts = (threads * 3 + panels - 1) / panels;
+  return cuts < most ? cuts : most;
+}
+
+// All products of a phase, by all threads; the caller puts a barrier behind it. The tasks, a panel and a cut of rows
+// each, stand in one line that is shared out. A thread takes its share from the front a few panels at a time, then helps
+// the others: one that loses its core for a while doesn't hold them all up.
+static void run_products(Product* products, int count, ThreadPool& pool, int thread, ProductScratch& scratch) {
+  scratch.forget();
+  const int threads = pool.size();
+  int panels = 0, tasks = 0;
+  for (int i = 0; i < count; i++) panels += products[i].rows ? products[i].panels() : 0;
+  for (int i = 0; i < count; i++) {
+    Product& p = products[i];
+    p.cuts = p.rows ? row_cuts(p, panels, threads) : 0;
+    tasks += p.cuts * p.panels();
+  }
+  int step = (int)((48 << 10) / panel_bytes(products[0].w->kind, products[0].w->k));
+  if (step > tasks / (threads * 3)) step = tasks / (threads * 3);
+  if (step < 1) step = 1;
+  for (int other = 0; other < threads; other++) {
+    const int of = (thread + other) % threads;
+    const Range share = range(tasks, of, threads);
+    for (int at; (at = share.begin + pool.take_of(of) * step) < share.end;) {
+      const int end = at + step < share.end ? at + step : share.end;
+      Product* p = products;
+      for (int base = 0; at < end; at++) {  // at least one panel a round; a run ends with its product and cut
+        for (; at - base >= p->cuts * p->panels(); p++) base += p->cuts * p->panels();
+        const int panel = (at - base) % p->panels(), cut = (at - base) / p->panels();
+        const int run = end - at < p->panels() - panel ? end - at : p->panels() - panel;
+        multiply(*p, {panel, panel + run}, range(p->rows, cut, p->cuts, kPanel), scratch);
+        at += run - 1;
       }
     }
   }

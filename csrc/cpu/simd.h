@@ -65,20 +65,22 @@ OCT_INLINE vi round_to_int(vf a) {  // nearest, ties to even; |a| < 2^22
 }
 
 // Horizontal sums and maxima halve the vector until one lane is left: one order for every caller.
-OCT_INLINE float sum(vf v) {
-  float lane[kLanes];
+#if defined(__AVX512F__)
+OCT_INLINE float sum(vf v) { return _mm512_reduce_add_ps(v); }
+OCT_INLINE float max_lane(vf v) { return _mm512_reduce_max_ps(v); }
+OCT_INLINE int32_t sum_i32(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+#else
+template <class T, class V, class F> OCT_INLINE T fold_lanes(V v, F f) {
+  T lane[kLanes];
   memcpy(lane, &v, sizeof v);
-  for (int w = kLanes / 2; w; w /= 2)
-    for (int i = 0; i < w; i++) lane[i] += lane[i + w];
+  OCT_UNROLL for (int w = kLanes / 2; w; w /= 2)
+    OCT_UNROLL for (int i = 0; i < w; i++) lane[i] = f(lane[i], lane[i + w]);
   return lane[0];
 }
-OCT_INLINE float max_lane(vf v) {
-  float lane[kLanes];
-  memcpy(lane, &v, sizeof v);
-  for (int w = kLanes / 2; w; w /= 2)
-    for (int i = 0; i < w; i++) lane[i] = lane[i] > lane[i + w] ? lane[i] : lane[i + w];
-  return lane[0];
-}
+OCT_INLINE float sum(vf v) { return fold_lanes<float>(v, [](float a, float b) { return a + b; }); }
+OCT_INLINE float max_lane(vf v) { return fold_lanes<float>(v, [](float a, float b) { return a > b ? a : b; }); }
+OCT_INLINE int32_t sum_i32(vi v) { return fold_lanes<int32_t>(v, [](int32_t a, int32_t b) { return a + b; }); }
+#endif
 
 // ---------------------------------------------------------------- 16-bit floats
 OCT_INLINE float bf16_to_float(bf16 h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }

@@ -18,7 +18,7 @@ struct StepState {
   Routing routing;
   Buffer x, qkv, q, y, row_seq, row_pos, widened_mid;
   Buffer* row_scratch = nullptr;      // [threads] one row as float
-  Buffer* product_scratch = nullptr;  // [threads]
+  ProductScratch* product_scratch = nullptr;  // [threads]
   int64_t x_stride = 0;
   int scratch_threads = 0;
 
@@ -73,8 +73,13 @@ class Runner {
     put_row(to, wanted, r, row);
   }
 
-  void product(const Matrix& w, const Operand& a, int row0, int rows, const Target& target, int64_t column = 0) {
-    multiply(w, a, row0, rows, target, column, thread_, ctx_.threads(), s_.product_scratch[thread_]);
+  // The products of one phase; the caller puts a barrier behind it.
+  void products(Product* all, int count) {
+    run_products(all, count, *ctx_.pool, thread_, s_.product_scratch[thread_]);
+  }
+  void product(const Matrix& w, const Operand& a, int rows, const Target& target) {
+    Product one = {&w, &a, 0, rows, target, 0};
+    products(&one, 1);
   }
 
   // x += scale * norm(y), for families with a norm behind the sublayer. No barrier.
@@ -97,9 +102,11 @@ class Runner {
     ctx_.barrier();
 
     Target qkv = store_to(ctx_.qkv, ctx_.qkv_stride);
-    product(l.q, s_.attn_in, 0, ctx_.n_rows, qkv);
-    product(l.k, s_.attn_in, 0, ctx_.n_rows, qkv, l.q.n);
-    product(l.v, s_.attn_in, 0, ctx_.n_rows, qkv, l.q.n + l.k.n);
+    const int n = ctx_.n_rows;
+    Product all[] = {{&l.q, &s_.attn_in, 0, n, qkv, 0},
+                           {&l.k, &s_.attn_in, 0, n, qkv, l.q.n},
+                           {&l.v, &s_.attn_in, 0, n, qkv, l.q.n + l.k.n}};
+    products(all, 3);
     ctx_.barrier();
     rope_and_write(ctx_, i, thread_);
     ctx_.barrier();
@@ -108,7 +115,7 @@ class Runner {
     convert(s_.attn_out, forms(l.o));
     Target out = add_to(s_.x.as<float>(), s_.x_stride, spec_.residual_scale);
     Target aside = store_to(s_.y.as<float>(), s_.x_stride);
-    product(l.o, s_.attn_out, 0, ctx_.n_rows, behind ? aside : out);
+    product(l.o, s_.attn_out, n, behind ? aside : out);
     ctx_.barrier();
 
     for (int r = rows.begin; r < rows.end; r++) {
@@ -119,10 +126,10 @@ class Runner {
     if (l.moe) {
       experts(l);
     } else {
-      product(l.gate_up, s_.mlp_in, 0, ctx_.n_rows, activation_target(s_.mid));
+      product(l.gate_up, s_.mlp_in, n, activation_target(s_.mid));
       ctx_.barrier();
       convert(s_.mid, forms(l.down));
-      product(l.down, s_.mid, 0, ctx_.n_rows, behind ? aside : out);
+      product(l.down, s_.mid, n, behind ? aside : out);
       ctx_.barrier();
     }
     if (behind) {
@@ -173,7 +180,7 @@ class Runner {
   void experts(const Layer& l) {
     Routing& routing = s_.routing;
     const int k = spec_.experts_per_token, n = ctx_.n_rows;
-    product(l.router, s_.mlp_in, 0, n, store_to(routing.logits.as<float>(), spec_.experts));
+    product(l.router, s_.mlp_in, n, store_to(routing.logits.as<float>(), spec_.experts));
     ctx_.barrier();
     if (thread_ == 0) route(routing, spec_, n);
     ctx_.barrier();
@@ -183,16 +190,19 @@ class Runner {
       for (int i = 0; i < k; i++) copy_row(s_.mlp_in, r, routing.inputs, slots[r * k + i]);
     ctx_.barrier();
     int down_forms = 0;
+    Product* all = routing.products[thread_].as<Product>();
     for (int e = 0; e < spec_.experts; e++) {
       down_forms |= forms(l.experts[e].down);
-      product(l.experts[e].gate_up, routing.inputs, starts[e], starts[e + 1] - starts[e],
-              activation_target(routing.mid));
+      all[e] = {&l.experts[e].gate_up, &routing.inputs, starts[e], starts[e + 1] - starts[e],
+                activation_target(routing.mid), 0};
     }
+    products(all, spec_.experts);
     ctx_.barrier();
     convert_rows(routing.mid, down_forms, n * k);
     for (int e = 0; e < spec_.experts; e++)
-      product(l.experts[e].down, routing.mid, starts[e], starts[e + 1] - starts[e],
-              store_to(routing.outputs.as<float>(), s_.x_stride));
+      all[e] = {&l.experts[e].down, &routing.mid, starts[e], starts[e + 1] - starts[e],
+                store_to(routing.outputs.as<float>(), s_.x_stride), 0};
+    products(all, spec_.experts);
     ctx_.barrier();
     for (int r = rows.begin; r < rows.end; r++)
       for (int j = 0; j < spec_.hidden; j += kLanes) {
@@ -226,7 +236,7 @@ class Runner {
       memcpy(b.hidden + (int64_t)i * spec_.hidden, scratch_row(), spec_.hidden * 4);
     }
     ctx_.barrier();
-    product(m.lm_head, s_.head_in, 0, b.n_logits,
+    product(m.lm_head, s_.head_in, b.n_logits,
             store_to(b.logits, spec_.vocab, spec_.logit_scale, spec_.final_softcap));
   }
 
@@ -295,7 +305,7 @@ static void prepare(StepState& s, const Model& m, const oct_kv* kv, const oct_ba
   s.mlp_in.reserve(b.n_rows, spec.hidden, mlp | expert);
   s.attn_out.reserve(b.n_rows, q_size, out);
   if (any_dense) s.mid.reserve(b.n_rows, spec.inter, mid);
-  if (any_moe) s.routing.reserve(spec, n, expert, expert_mid);
+  if (any_moe) s.routing.reserve(spec, n, ctx.threads(), expert, expert_mid);
   s.head_in.reserve(b.n_logits, spec.hidden, forms(m.lm_head));
   ctx.qkv_stride = (spec.heads + 2 * spec.kv_heads) * spec.head_size;
   ctx.qkv = s.qkv.reserve_array<float>((int64_t)n * ctx.qkv_stride);
@@ -307,7 +317,7 @@ static void prepare(StepState& s, const Model& m, const oct_kv* kv, const oct_ba
     delete[] s.product_scratch;
     s.scratch_threads = ctx.threads();
     s.row_scratch = new Buffer[s.scratch_threads];
-    s.product_scratch = new Buffer[s.scratch_threads];
+    s.product_scratch = new ProductScratch[s.scratch_threads];
   }
   for (int t = 0; t < ctx.threads(); t++) s.row_scratch[t].reserve_array<float>(round_up(widest, 256));
   int32_t* seq = s.row_seq.reserve_array<int32_t>(n);

@@ -20,7 +20,7 @@ constexpr std::chrono::milliseconds kStayAwake{2};
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : size_(threads) {
+ThreadPool::ThreadPool(int threads) : size_(threads), shares_(new Share[threads]) {
   for (int t = 1; t < threads; t++) threads_.emplace_back(&ThreadPool::worker, this, t);
 }
 
@@ -47,15 +47,17 @@ void ThreadPool::run(void (*work)(void*, int), void* arg) {
   barrier();
 }
 
+void ThreadPool::reset_counters() {
+  ticket_.store(0, std::memory_order_relaxed);
+  for (int t = 0; t < size_; t++) shares_[t].taken.store(0, std::memory_order_relaxed);
+}
+
 void ThreadPool::barrier() {
-  if (size_ == 1) {
-    ticket_.store(0, std::memory_order_relaxed);
-    return;
-  }
+  if (size_ == 1) return reset_counters();
   unsigned epoch = epoch_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    ticket_.store(0, std::memory_order_relaxed);
+    reset_counters();
     epoch_.store(epoch + 1, std::memory_order_release);
     return;
   }

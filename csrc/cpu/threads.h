@@ -1,13 +1,15 @@
 // The one pool of compute threads. The caller of run() is thread 0; the others sleep between runs.
 //
 // Inside a run threads meet at barrier(), which spins, then yields: a futex costs more than the whole phase, and
-// spinning without end costs a time slice when another process has the core. Work between two barriers is either cut
-// by range() or taken with take(), whose counter the barrier sets back to zero: at most one taking loop a phase.
+// spinning without end costs a time slice when another process has the core. Work between two barriers is cut by
+// range(), or taken with take(), or cut and then taken with take_of(), so that who is done helps the others. The barrier
+// sets the counters back to zero: at most one taking loop of each kind a phase.
 #pragma once
 #include <sched.h>
 
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,12 +24,17 @@ class ThreadPool {
   void run(void (*work)(void* arg, int thread), void* arg);
   void barrier();
   int take() { return ticket_.fetch_add(1, std::memory_order_relaxed); }
+  int take_of(int thread) { return shares_[thread].taken.fetch_add(1, std::memory_order_relaxed); }
 
  private:
+  struct alignas(64) Share { std::atomic<int> taken{0}; };
+
   void worker(int thread);
+  void reset_counters();
   bool has_work(unsigned seen) const { return generation_.load(std::memory_order_acquire) != seen; }
 
   const int size_;
+  std::unique_ptr<Share[]> shares_;  // [size_]
   std::vector<std::thread> threads_;
   void (*work_)(void*, int) = nullptr;
   void* arg_ = nullptr;
