@@ -1,29 +1,43 @@
 # Everything from nothing: `make serve` serves the default model, `make test` runs all checks.
+#   make serve PORT=9000 ARGS="--kv-memory 2GiB"     any flag of `octavo serve`, see `.venv/bin/octavo serve --help-all`
+#   make install                                     set-up alone: the program in .venv
 PORT   ?= 8000
+ARGS   ?=
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # The CPU build by its full name, so that no CUDA build can ever be taken in its place.
 TORCH       ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP     := $(BIN)/pip --disable-pip-version-check install -c constraints.txt
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null)
 
 .PHONY: install serve test test-tools check clean
 
 install: $(VENV)/.installed
 
+# pip is what a virtual environment has last: one that was cut short is made again.
 $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q -c constraints.txt '$(TORCH)' \
-	  || $(BIN)/pip install -q -c constraints.txt --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
-	$(BIN)/pip install -q --no-deps instructor==1.17.0  # its pins refuse the openai client that it works with
-	touch $@
+	@command -v "$${CXX:-g++}" >/dev/null || { echo "no C++ compiler: install g++ (Debian: apt install g++)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or later is needed; name it with PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/pip || { echo "1/3  virtual environment in $(VENV)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); } \
+	  || { echo "no virtual environment can be made: install venv (Debian: apt install python3-venv)"; exit 1; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "2/3  PyTorch for the CPU (about 200 MB)"; \
+	  $(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)'; }
+	@echo "3/3  libraries, then Octavo: its C++ kernels compile for a minute or two, without a sound"
+	@$(PIP) -q -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "     what the tests use"
+	@$(PIP) -q -e '.[test]'
+	@touch $@
 
 serve: install
-	$(BIN)/octavo serve --port $(PORT)
+	@$(BIN)/octavo serve --port $(PORT) $(ARGS)
 
-check: install
+check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -40,4 +54,4 @@ test: check test-tools
 	$(BIN)/pytest
 
 clean:
-	rm -rf $(VENV) build *.egg-info engine/_kernels.so
+	rm -rf $(VENV) build *.egg-info engine/_kernels.so engine/_kernels.fingerprint

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -21,14 +22,27 @@ examples:
   octavo serve                          serve the default model on http://127.0.0.1:8000
   octavo serve ./model --port 9000      serve a model directory or GGUF file
   octavo chat                           talk to the default model in the terminal
+  octavo chat --url http://host:8000    talk to a running server
   octavo bench serve --help             measure a running server
+  octavo config show --port 9000        every setting, its value, and where that came from
   octavo doctor                         what this machine can do, and what would be chosen
+  source <(octavo completion bash)      complete commands and flags in this shell
+
+`octavo COMMAND --help` tells more of a command.
 """
 SERVE_EPILOG = """\
 examples:
   octavo serve ./Llama-3.2-1B --max-model-len 8192 --kv-memory 4GiB
   octavo serve --config configs/throughput.toml --port 9000
   OCTAVO_PORT=9000 octavo serve         every flag is also OCTAVO_NAME and a key of the TOML file
+all flags: octavo serve --help-all
+"""
+CHAT_EPILOG = """\
+examples:
+  octavo chat --system 'Answer in one sentence.'
+  octavo chat ./Llama-3.2-1B --temperature 0
+  octavo chat --url http://127.0.0.1:8000 --api-key KEY
+  echo 'What is the capital of France?' | octavo chat --temperature 0
 all flags: octavo serve --help-all
 """
 BENCHES = ("serve", "steps", "kernels", "paper", "gpu")
@@ -43,6 +57,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            known = re.findall(r"'(.*?)'", found[2])
+            near = difflib.get_close_matches(found[1], known, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            message = f"{found[1]}: not understood here; {hint}"
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -67,6 +86,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=min(_width(), 120))
+        self._action_max_length = 14  # room for every command: argparse forgets that they are indented
 
 
 class HelpAll(argparse.Action):
@@ -107,7 +127,13 @@ def parser() -> Parser:
     pull.add_argument("model", nargs="?", default="smollm2", help="name, path or hub id [smollm2]")
     pull.add_argument("--revision", default="", metavar="REV", help="branch, tag or commit of a hub model")
 
-    chat = command("chat", run_chat, "talk to a model in the terminal, in this process or on a server")
+    chat = command(
+        "chat",
+        run_chat,
+        "talk to a model in the terminal, in this process or on a server",
+        epilog=CHAT_EPILOG,
+        usage="octavo chat [MODEL] [FLAGS]",
+    )
     chat.add_argument("--url", default="", help="a server to talk to, e.g. http://127.0.0.1:8000")
     chat.add_argument("--api-key", dest="client_key", default="", metavar="KEY", help="the key that the server wants")
     chat.add_argument("--system", default="", metavar="TEXT", help="system message")
@@ -115,13 +141,23 @@ def parser() -> Parser:
     chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="length of an answer at most [512]")
     config.add_options(chat, config.ENGINE_GROUPS, everything=False)
 
-    settings = command("config", run_config, "show the resolved settings and where each comes from")
-    settings.add_argument("action", choices=("show",), help="show")
+    settings = command(
+        "config",
+        run_config,
+        "show the resolved settings and where each comes from",
+        usage="octavo config show [MODEL] [FLAGS OF SERVE]",
+    )
+    settings.add_argument("action", nargs="?", choices=("show",), default="show", help="show")
     settings.add_argument("--json", action="store_true", help="as JSON")
     config.add_options(settings, ALL_GROUPS, everything=False)
     _help_all(settings)
 
-    doctor = command("doctor", run_doctor, "say what this machine can do, and what would be chosen and why")
+    doctor = command(
+        "doctor",
+        run_doctor,
+        "say what this machine can do, and what would be chosen and why",
+        usage="octavo doctor [MODEL] [FLAGS]",
+    )
     doctor.add_argument("--json", action="store_true", help="as JSON")
     config.add_options(doctor, config.ENGINE_GROUPS, everything=False)
 
@@ -216,7 +252,11 @@ def run_module(command: str, rest: Sequence[str]) -> int:
         benches = [name for name in BENCHES if find_spec(f"server.bench.{name}")]
         chosen = rest[0] if rest else "--help"
         if chosen in ("-h", "--help"):
-            print(f"usage: octavo bench {{{','.join(benches)}}} ...\n\nEach has its own --help.")
+            print("usage: octavo bench NAME ...\n")
+            for bench in benches:
+                about = importlib.import_module(f"server.bench.{bench}").__doc__ or ""
+                print(f"  {bench:<8}  {about.split(chr(10))[0].split(': ', 1)[-1]}")
+            print("\nEach has its own --help.")
             return 0
         if chosen not in benches:
             near = difflib.get_close_matches(chosen, benches, 1)
@@ -242,6 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = list(sys.argv[1:] if argv is None else argv)
         if given and (given[0] == "bench" or (given[0] == "plan" and find_spec("server.plan"))):
             return run_module(given[0], given[1:])
+        if not given:
+            parser().print_help()
+            return 0
         args = parser().parse_args(given)
         return int(args.run(args))
     except OctavoError as error:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, default=0, help="this many instead of searching")
     add("--routing", choices=get_args(Routing), default="prefix", help="among replicas (default: prefix)")
     add("--preemption", choices=("auto", "swap", "recompute"), default="auto")
-    add("--slo-ttft-ms", type=float, default=0.0, help=f"objective for {SHARE:.0%} of the requests")
+    add("--slo-ttft-ms", type=float, default=0.0, help=f"objective for {SHARE:.0%}% of the requests")
     add("--slo-tpot-ms", type=float, default=0.0)
     add("--sweep", choices=("routing", "preemption", "kv-blocks", "block-size"), help="compare settings at --replicas")
     add("--json", dest="result", default="", metavar="FILE", help="write the figures here")

@@ -19,6 +19,7 @@ WARMUP_SEED = 1_000_003  # no measured repeat uses it, so no prompt of the warm-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "workloads:\n" + "\n".join(f"  {name:<9} {about}" for name, about in WORKLOADS.items())
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="server under load (default: %(default)s)")
     add("--compare", default="", metavar="URL", help="a second server, measured in turn with the first")
