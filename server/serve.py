@@ -28,6 +28,7 @@ from engine.build import find_model
 from engine.client import ProcessClient
 from engine.config import Settings, memory
 from engine.errors import ConfigError, OctavoError
+from server.connection import BoundedProtocol
 from server.settings import ApiKey, ServerSettings
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def http_config(settings: Settings, app: ASGIApp) -> uvicorn.Config:
     own = settings.server
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -18,6 +18,7 @@ from engine.model.pull import pull
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server.app import create_app
+from server.connection import BoundedProtocol
 from server.settings import ServerSettings
 from tests.server.fake_client import FakeClient
 
@@ -149,7 +150,7 @@ def listening(tokenizer: Tokenizer, **changes: Any) -> Iterator[tuple[str, FakeC
     async def main() -> None:
         client = FakeClient(tokenizer, delay_s=changes.pop("delay_s", 0.0))
         app = create_app(client, tokenizer, ChatTemplate.of(tokenizer), settings(**changes), "1.2.3")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off")
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None
         made.extend((server, client))
