@@ -178,7 +178,8 @@ struct UnitWalk {
     const float* v_scale = kernel.v_scale_unit != 0 ? s.v_scale : nullptr;
     for (int r = 0; r < unit.rows; r++) {
       fetch_ahead(s.ahead, 2);
-      s.factor[r] = kernel.bf16_weights ? soften(r, g, v_scale, (bf16*)s.weights) : soften(r, g, v_scale, (float*)s.weights);
+      s.factor[r] = kernel.bf16_weights ? soften(r, g, v_scale, (bf16*)s.weights)
+                                        : soften(r, g, v_scale, (float*)s.weights);
     }
     kernel.values(raw, tiles, unit.rows, dims, s);
   }

@@ -188,7 +188,8 @@ static __attribute__((noinline)) void scores_int8(const int8_t* q, const RawTile
   }
   OCT_UNROLL for (int r = 0; r < kRows; r++)
     OCT_UNROLL for (int t = 0; t < kGroupTiles; t++)
-      store_int8_scores((vi)acc[0][r][t], (vi)acc[1][r][t], k[t].k_scale, query_scale[r], scores + r * kGroupKeys + t * kTile);
+      store_int8_scores((vi)acc[0][r][t], (vi)acc[1][r][t], k[t].k_scale, query_scale[r],
+                        scores + r * kGroupKeys + t * kTile);
 }
 
 static void scores_int8_tiles(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {

@@ -132,7 +132,8 @@ static __attribute__((noinline)) void values_f32_tiles(const float* const* v, in
   for (; d < dims; d += kLanes) values_f32_dims<1>(v, tiles, rows, dims, d, s);
 }
 
-template <int kDtype> static void scores_f32_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
+template <int kDtype>
+static void scores_f32_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
   constexpr int kGroup = kDtype == OCT_I8 ? 4 : 2;
   const float* k[kGroupTiles];
   for (int t = 0; t < tiles; t++) {
@@ -151,7 +152,8 @@ template <int kDtype> static void scores_f32_of(const RawTile* raw, int tiles, i
   scores_f32_tiles(k, tiles, rows, dims, s);
 }
 
-template <int kDtype> static void values_f32_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
+template <int kDtype>
+static void values_f32_of(const RawTile* raw, int tiles, int rows, int dims, AttentionScratch& s) {
   constexpr int kGroup = kDtype == OCT_I8 ? 4 : 2;
   const float* v[kGroupTiles];
   for (int t = 0; t < tiles; t++) {

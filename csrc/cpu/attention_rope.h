@@ -8,7 +8,8 @@
 namespace octavo {
 namespace OCT_ISA {
 
-// cos and sin of every position so far, per kind of rotary: [n_rope][positions][cos: half | sin: half]. Grown on demand.
+// cos and sin of every position so far, per kind of rotary: [n_rope][positions][cos: half | sin: half]. Grown on
+// demand.
 struct RopeTable {
   int positions, half;
   float values[];  // 64-byte aligned below

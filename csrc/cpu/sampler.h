@@ -3,7 +3,8 @@
 // Order of edits (vLLM's): allowed-token mask, bias, repetition, frequency and presence penalty, temperature, then
 // min-p, top-k, top-p, then the draw. Greedy rows (temperature below 1e-5) take the maximum of the edited logits.
 // All of it goes by one ranking: larger logit first, lower id first among equals. min-p, top-k and top-p each keep a
-// prefix of it, so no sort is needed: the cut is found by bisection on the bits of the logits (sampler_select.h).
+// prefix of it, so no sort is needed: a bound leaves few candidates, bisection on the bits of their logits finds the
+// cut (sampler_select.h).
 // Log-probability, rank and alternatives are of the logits as they came in.
 // A row's result depends on that row alone: sums run in 16 lanes and chunks of 1,024 on every instruction set.
 #pragma once
@@ -15,7 +16,7 @@
 namespace octavo {
 namespace OCT_ISA {
 
-constexpr float kGreedyBelow = 1e-5f;   // a smaller temperature is greedy
+constexpr float kGreedyBelow = 1e-5f;       // a smaller temperature is greedy
 constexpr float kLowestLogprob = -9999.0f;  // reported instead of -inf, which JSON doesn't have
 
 // Philox4x32-10 (Salmon et al., 2011): the first 53 bits of the block at counter (choice, position), as [0, 1).
@@ -33,42 +34,49 @@ static double uniform(uint64_t seed, uint32_t choice, uint32_t position) {
   return (double)(bits >> 11) * 0x1p-53;
 }
 
-// Buffers of one thread. x and p have the vocabulary padded with -inf and 0 to whole chunks.
+// Buffers of one thread.
 struct SampleScratch {
   Buffer memory;
-  float *x = nullptr, *p = nullptr;  // edited logits; exp((x - max) / temperature)
+  float *x = nullptr, *groups = nullptr;  // edited logits, padded with -inf; maxima (sampler_select.h)
+  double* sums = nullptr;                 // of chunks
+  int32_t* every_id = nullptr;  // 0, 1, 2 ...
   Candidates kept;
+  float *work_x = nullptr, *work_p = nullptr;
   int padded = 0;
 
   void reserve(int vocab) {
+    if (padded == (vocab + kChunk - 1) / kChunk * kChunk) return;
     padded = (vocab + kChunk - 1) / kChunk * kChunk;
-    float* base = memory.reserve_array<float>((int64_t)padded * 5);
+    const int64_t n = padded + 16;  // compressing stores may touch a vector more
+    float* base = memory.reserve_array<float>(n * 9);
     x = base;
-    p = base + padded;
-    kept = {base + 2 * (int64_t)padded, base + 3 * (int64_t)padded, (int32_t*)(base + 4 * (int64_t)padded), 0};
+    kept = {base + n, base + 2 * n, (int32_t*)(base + 3 * n), 0};
+    work_x = base + 4 * n;
+    work_p = base + 5 * n;
+    groups = base + 6 * n;
+    sums = (double*)(base + 7 * n);
+    every_id = (int32_t*)(base + 8 * n);
+    for (int i = 0; i < padded; i++) every_id[i] = i;
   }
 };
 
-// Copies a row into x; false when it has a NaN or +inf, or nothing but -inf.
-static bool copy_row(const float* row, int vocab, SampleScratch& s) {
+// Copies a row into x and finds its groups; false when it has a NaN or +inf, or nothing but -inf.
+static bool copy_row(const float* row, int vocab, SampleScratch& s, float& top) {
   int whole = vocab / kLanes * kLanes;
   vi bad = {};
-  vf top = splat(-INFINITY);
   for (int i = 0; i < whole; i += kLanes) {
     vf v = load(row + i);
     bad |= ~(v < splat(INFINITY));
-    top = max(v, top);
     store(s.x + i, v);
   }
   bool ok = lane_bits(bad) == 0;
-  float highest = max_lane(top);
   for (int i = whole; i < vocab; i++) {
     ok &= row[i] < INFINITY;
-    highest = row[i] > highest ? row[i] : highest;
     s.x[i] = row[i];
   }
   for (int i = vocab; i < s.padded; i++) s.x[i] = -INFINITY;
-  return ok && highest > -INFINITY;
+  top = find_groups(s.x, s.padded, s.groups);
+  return ok && top > -INFINITY;
 }
 
 static const char* check_ids(const int32_t* ids, int n, int vocab) {
@@ -78,8 +86,9 @@ static const char* check_ids(const int32_t* ids, int n, int vocab) {
 }
 
 // Mask, bias and penalties of row i, in x. Returns what is wrong, or nullptr.
-static const char* edit_row(const oct_sampling& a, int i, float* x) {
+static const char* edit_row(const oct_sampling& a, int i, float* x, bool& edited) {
   if (a.masks && a.masks[i]) {
+    edited = true;
     const uint32_t* mask = a.masks[i];
     for (int t = 0; t < a.vocab; t += 32) {
       uint32_t banned = ~mask[t / 32];
@@ -92,11 +101,13 @@ static const char* edit_row(const oct_sampling& a, int i, float* x) {
   }
   if (a.bias_ids && a.n_bias[i]) {
     if (const char* wrong = check_ids(a.bias_ids[i], a.n_bias[i], a.vocab)) return wrong;
+    edited = true;
     for (int j = 0; j < a.n_bias[i]; j++) x[a.bias_ids[i][j]] += a.bias_values[i][j];
   }
   float repetition = a.repetition[i], presence = a.presence[i], frequency = a.frequency[i];
   if (a.seen_ids && a.n_seen[i] && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f)) {
     if (const char* wrong = check_ids(a.seen_ids[i], a.n_seen[i], a.vocab)) return wrong;
+    edited = true;
     for (int j = 0; j < a.n_seen[i]; j++) {
       float& v = x[a.seen_ids[i][j]];
       int count = a.seen_counts[i][j];
@@ -135,21 +146,24 @@ static int rank_of(const float* row, int vocab, int token) {
   return before + 1;
 }
 
-// The n first of the ranking of x, by insertion; nearly every vector fails the first comparison.
-static void top_of(const float* x, int padded, int n, double lse, int32_t* ids, float* logprobs) {
+// The n first of the ranking of x, by insertion; the k-th group spares nearly all comparisons.
+static void top_of(const SampleScratch& s, int n, double lse, int32_t* ids, float* logprobs) {
+  const float* x = s.x;
+  const int groups = s.padded / 16;
+  float least = n <= groups ? kth_largest(s.groups, groups, n) : -INFINITY;
   int have = 0;
-  float least = -INFINITY;  // the weakest kept value once n are kept
-  for (int i = 0; i < padded; i += kLanes) {
-    uint32_t bits = lane_bits(load(x + i) > splat(least));
-    for (; bits; bits &= bits - 1) {
-      int id = i + __builtin_ctz(bits);
-      float v = x[id];
-      if (have == n && !(v > least)) continue;
-      int at = have < n ? have++ : n - 1;
-      for (; at > 0 && x[ids[at - 1]] < v; at--) ids[at] = ids[at - 1];
-      ids[at] = id;
-      if (have == n) least = x[ids[n - 1]];
-    }
+  for (int stripe = 0; stripe < s.padded; stripe += kStripe) {
+    uint32_t any = 0;
+    for (int lane = 0; lane < 16; lane += kLanes)
+      any |= lane_bits(load(s.groups + stripe / 16 + lane) >= splat(least));
+    for (int i = stripe; any && i < stripe + kStripe; i += kLanes)
+      for (uint32_t bits = lane_bits(load(x + i) >= splat(least)); bits; bits &= bits - 1) {
+        int id = i + __builtin_ctz(bits);
+        if (x[id] == -INFINITY || (have == n && x[id] <= x[ids[n - 1]])) continue;
+        int at = have < n ? have++ : n - 1;
+        for (; at > 0 && x[ids[at - 1]] < x[id]; at--) ids[at] = ids[at - 1];
+        ids[at] = id;
+      }
   }
   // Fewer finite logits than wanted: the lowest ids among those at -inf follow.
   for (int id = 0; have < n; id++)
@@ -157,35 +171,62 @@ static void top_of(const float* x, int padded, int n, double lse, int32_t* ids, 
   for (int j = 0; j < n; j++) logprobs[j] = logprob_of(x[ids[j]], lse);
 }
 
+// Chunk sums of exp((x - top) * scale) into s.sums; returns their total.
+static double weigh_row(SampleScratch& s, float top, float scale) {
+  double total = 0;
+  for (int c = 0; c < s.padded; c += kChunk) {
+    Sum16 sum;
+    for (int i = c; i < c + kChunk; i += 16)
+      OCT_UNROLL for (int w = 0; w < 16; w += kLanes) sum.add(w, exp((load(s.x + i + w) - splat(top)) * splat(scale)));
+    total += s.sums[c / kChunk] = sum.total();
+  }
+  return total;
+}
+
+// The token at u of the cumulative sum over the whole row, in id order.
+static int draw_any(SampleScratch& s, float top, float scale, double u) {
+  double target = u * weigh_row(s, top, scale), sum = 0, before = 0;
+  int start = 0;
+  for (int c = 0; c < s.padded; c += kChunk) {
+    double here = s.sums[c / kChunk];
+    if (here > 0) start = c, before = sum;
+    sum += here;
+    if (sum > target) break;
+  }
+  for (int i = 0; i < kChunk; i += kLanes)
+    store(s.work_p + i, exp((load(s.x + start + i) - splat(top)) * splat(scale)));
+  return start + scan(s.work_p, kChunk, before, target);
+}
+
 // Draws from the edited logits in s.x, whose maximum is `top`.
 static int draw_token(const oct_sampling& a, int i, float top, SampleScratch& s) {
-  const float scale = 1.0f / a.temperature[i];
-  for (int j = 0; j < s.padded; j += kLanes) {
-    vf d = load(s.x + j) - splat(top);
-    vf p = exp(d * splat(scale));
-    store(s.p + j, p);
-  }
-  double u = uniform(a.seed[i], a.choice[i], a.position[i]);
-  const int k = a.top_k[i];
-  const float min_p = a.min_p[i], top_p = a.top_p[i];
-  bool by_rank = k > 0 && k < a.vocab;
-  if (!by_rank && min_p <= 0 && top_p >= 1) return draw(s.p, s.padded, u);
+  const float scale = 1.0f / a.temperature[i], min_p = a.min_p[i], top_p = a.top_p[i];
+  const int k = a.top_k[i], groups = s.padded / 16;
+  const double u = uniform(a.seed[i], a.choice[i], a.position[i]);
+  const bool by_rank = k > 0 && k < a.vocab;
+  if (!by_rank && min_p <= 0 && top_p >= 1) return draw_any(s, top, scale, u);
 
   Candidates& kept = s.kept;
+  double whole = 0;  // the mass that top_p is a share of
   if (by_rank) {
-    gather_top(s.x, s.p, s.padded, top, a.temperature[i], k, 0, kept);
-    keep_count(kept, k);
-  } else if (min_p <= 0) {
-    gather_top(s.x, s.p, s.padded, top, a.temperature[i], 1, (double)top_p * mass(s.p, s.padded), kept);
+    float least = k <= groups ? kth_largest(s.groups, groups, k) : -INFINITY;
+    gather(s.x, s.every_id, s.groups, s.padded, least, top, scale, kept);
+    keep_count(kept, k, s.work_x, s.work_p);
+  } else if (min_p > 0) {
+    float least = top + a.temperature[i] * (logf(min_p) - 0.01f);  // a little low; the weights decide
+    gather(s.x, s.every_id, s.groups, s.padded, least, top, scale, kept);
   } else {
-    gather_mass(s.x, s.p, s.padded, min_p, kept);
+    whole = weigh_row(s, top, scale);
+    for (int64_t n = 64;; n *= 8) {
+      float least = n <= groups ? kth_largest(s.groups, groups, (int)n) : -INFINITY;
+      gather(s.x, s.every_id, s.groups, s.padded, least, top, scale, kept);
+      if (n > groups || mass(kept.p, pad(kept.x, kept.p, kept.n)) >= (double)top_p * whole) break;
+    }
   }
-  if (by_rank && min_p > 0) keep_mass(kept, min_p);
-  if (top_p < 1) {
-    double whole = by_rank || min_p > 0 ? mass(kept) : mass(s.p, s.padded);
-    keep_nucleus(kept, (double)top_p * whole);
-  }
-  return kept.id[draw(kept.p, pad(kept), u)];
+  if (min_p > 0) keep_weighty(kept, min_p);
+  if (by_rank || min_p > 0) whole = mass(kept.p, pad(kept.x, kept.p, kept.n));
+  if (top_p < 1) keep_nucleus(kept, (double)top_p * whole, s.work_x, s.work_p);
+  return kept.id[draw(kept, u)];
 }
 
 // Row i whole. Returns what is wrong, or nullptr.
@@ -195,20 +236,22 @@ static const char* sample_row(const oct_sampling& a, int i, SampleScratch& s) {
   if (forced >= a.vocab) return "the forced token is outside the vocabulary";
   if (n_top > a.top_stride) return "more alternatives are asked for than top_stride has room for";
   if (n_top > a.vocab) return "more alternatives are asked for than the vocabulary has";
-  if (!copy_row(row, a.vocab, s)) return "its logits hold NaN or +inf, or no finite value";
+  float top;
+  if (!copy_row(row, a.vocab, s, top)) return "its logits hold NaN or +inf, or no finite value";
 
   double lse = 0;
   if (n_top >= 0) {
-    lse = log_sum_exp(s.x, s.padded, maximum(s.x, s.padded));
+    lse = log_sum_exp(s.x, s.padded, top);
     if (n_top > 0) {
       int64_t at = (int64_t)i * a.top_stride;
-      top_of(s.x, s.padded, n_top, lse, a.top_ids + at, a.top_logprobs + at);
+      top_of(s, n_top, lse, a.top_ids + at, a.top_logprobs + at);
     }
   }
   int token = forced;
   if (forced < 0) {
-    if (const char* wrong = edit_row(a, i, s.x)) return wrong;
-    float top = maximum(s.x, s.padded);
+    bool edited = false;
+    if (const char* wrong = edit_row(a, i, s.x, edited)) return wrong;
+    if (edited) top = find_groups(s.x, s.padded, s.groups);
     if (!(top > -INFINITY && top < INFINITY)) return "no token is allowed, or a bias is not finite";
     token = a.temperature[i] < kGreedyBelow ? find_first(s.x, s.padded, top) : draw_token(a, i, top, s);
   }

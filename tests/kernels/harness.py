@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -108,9 +109,20 @@ def instruction_sets() -> list[str]:
     return [name for name in build.instruction_sets() if _FEATURES.get(name, set()) <= flags]
 
 
+@cache
+def _sources() -> list[Path]:
+    """harness.cpp, threads.cpp and the headers they include."""
+    found = [HERE / "harness.cpp", build.SOURCES / "threads.cpp"]
+    for path in found:  # grows as it goes
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            if build.SOURCES / name not in found:
+                found.append(build.SOURCES / name)
+    return found
+
+
 def _built(isa: str) -> Path:
     """The library of a set, compiled when its sources have changed."""
-    sources = [HERE / "harness.cpp", *sorted(build.SOURCES.glob("*.h")), build.SOURCES / "threads.cpp"]
+    sources = _sources()
     flags = [*build.FLAGS, *build.instruction_sets()[isa], f"-DOCT_ISA={isa}", f"-I{build.SOURCES}"]
     digest = hashlib.sha256(repr(flags).encode())
     for source in sources:
@@ -119,8 +131,9 @@ def _built(isa: str) -> Path:
     if not out.exists():
         out.parent.mkdir(exist_ok=True)
         part = out.with_suffix(f".{os.getpid()}")
-        command = [build.compiler(), *flags, "-shared", str(sources[0]), str(sources[-1]), "-o", str(part)]
-        subprocess.run(command, check=True)
+        command = [build.compiler(), *flags, "-shared", str(sources[0]), str(sources[1]), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         part.replace(out)
     return out
 
