@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,25 +28,30 @@ def free_port() -> int:
 class Server:
     """One `octavo serve` process."""
 
-    def __init__(self, *flags: str, model: str = "smollm2") -> None:
+    def __init__(self, *flags: str, model: str = "smollm2", module: str = "server") -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "server", "serve", model, "--port", str(self.port), *flags]
+        command = [sys.executable, "-m", module, "serve", model, "--port", str(self.port), *flags]
+        self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115  # a pipe that nobody reads would block it when full
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
+            command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT, text=True, env={**os.environ}
         )
 
     def wait_until_ready(self) -> None:
         end = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                out = self.process.stdout.read() if self.process.stdout else ""
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{out}")
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.said()}")
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
                     return
             time.sleep(0.1)
         raise AssertionError(f"the server was not ready within {READY_WITHIN_S:.0f} s")
+
+    def said(self) -> str:
+        """What the server has logged."""
+        self.log.seek(0)
+        return self.log.read()
 
     def health(self) -> dict:
         return httpx.get(f"{self.url}/health", timeout=5).json()
@@ -62,8 +68,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, model: str = "smollm2") -> Iterator[Server]:
-    server = Server(*flags, model=model)
+def serving(*flags: str, model: str = "smollm2", module: str = "server") -> Iterator[Server]:
+    server = Server(*flags, model=model, module=module)
     try:
         server.wait_until_ready()
         yield server
