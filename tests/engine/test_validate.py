@@ -71,7 +71,7 @@ def test_contradictions_are_refused():
         {"min_tokens": 5, "max_tokens": 4},
         {"beam_width": 2, "n": 3},
         {"beam_width": 2, "grammar": Grammar("regex", "a")},
-        {"grammar": Grammar("json_schema", "x" * 70_000)},
+        {"grammar": Grammar("json_schema", "x" * 300_000)},
     ):
         with pytest.raises(InvalidRequest):
             make(**fields)
