@@ -23,6 +23,7 @@ from engine.process import Engine
 
 if TYPE_CHECKING:
     from engine.core.plan import Executor, Geometry
+    from engine.core.proposer import Proposer
     from engine.core.settings import CoreSettings
     from engine.model.memory import MemoryPlan
     from engine.native import Kernels
@@ -76,6 +77,7 @@ def build(config: EngineConfig) -> Engine:
         core_settings(config, choice.settings),
         frozenset(tokenizer.eos_token_ids),
         GrammarCompiler(tokenizer.backend.to_str(), tokenizer.eos_token_ids, geometry.vocab_size),
+        proposer=make_proposer(config),
     )
     loaded_s = time.perf_counter() - began
     return Engine(core, describe(config, path, spec, choice, geometry, loaded_s))
@@ -167,6 +169,7 @@ def core_settings(config: EngineConfig, executor: ExecutorSettings) -> CoreSetti
         "enable_prefix_caching": config.kv.enable_prefix_caching,
         "preemption": config.kv.preemption,
         "kv_manager": config.kv.kv_manager,
+        "num_drafts": config.schedule.num_drafts,
     }
     return CoreSettings(**values)
 
@@ -225,6 +228,15 @@ def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
     from engine.worker.torch_executor import TorchExecutor
 
     return TorchExecutor(path, spec, choice.settings)
+
+
+def make_proposer(config: EngineConfig) -> Proposer | None:
+    """What guesses tokens, if anything does."""
+    if config.schedule.speculate == "off":
+        return None
+    from engine.speculate.ngram import NgramProposer
+
+    return NgramProposer(config.schedule.num_drafts)
 
 
 def free_memory(device: str) -> int:

@@ -93,6 +93,10 @@ class ScheduleConfig:
     max_num_batched_tokens: int | None = option(
         None, "tokens computed in one step (default: 512, or --max-num-seqs when larger)", low=1, common=True
     )
+    speculate: str = option(
+        "off", "guess tokens and check many at once; ngram: by what stood there before", choices=("off", "ngram")
+    )
+    num_drafts: int = option(8, "most guesses a sequence and step", low=1, high=64)
     max_waiting: int = option(256, "requests that may wait before new ones get 429", low=0, high=10**6, common=True)
 
 

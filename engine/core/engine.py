@@ -42,8 +42,8 @@ class EngineCore:
         self.geometry = geometry
         self._executor = executor
         self._clock = clock
-        # A proposer guesses from tokens that are known: with it no step is planned ahead.
-        self._overlap = 0 if proposer is not None else settings.overlap
+        self._overlap = settings.overlap
+        self._proposer = proposer
         self.costs = Costs(geometry.bytes_per_block, geometry.block_size)
         self.kv = make_kv(geometry, settings, self.costs)
         self.scheduler = Scheduler(self.kv, self.costs, geometry, settings, eos_token_ids, constraints, proposer, clock)
@@ -79,7 +79,9 @@ class EngineCore:
         waited = self._waited_s
         plan = self.scheduler.schedule()
         refused = self._submit(plan) if plan is not None else None
-        while self._flights and (len(self._flights) > self._overlap or plan is None or refused is not None):
+        # Guesses follow tokens that are known: where there are any, no step is planned ahead.
+        overlap = 0 if self.scheduler.guessing else self._overlap
+        while self._flights and (len(self._flights) > overlap or plan is None or refused is not None):
             self._collect()
         if plan is not None and refused is not None:
             self._fail(plan, refused)
@@ -127,6 +129,9 @@ class EngineCore:
         self._step_tokens += tokens
         self._sample_s += result.sample_s
         self._last_step = self._clock()
+        if self._proposer is not None:
+            drafts = sum(row.drafts for row in plan.rows)
+            self._proposer.saw_step(len(plan.rows), tokens, drafts, result.compute_s + result.sample_s)
         self.costs.saw_copy(result.copy_bytes, result.copy_s)
         if tokens >= MEASURED_PREFILL and tokens >= 2 * len(plan.rows):
             self.costs.saw_prefill(tokens, result.compute_s)

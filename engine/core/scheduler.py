@@ -55,6 +55,7 @@ class Scheduler:
         self._proposer = proposer
         self._clock = clock
         self._max_len = min(geometry.max_model_len, kv.max_tokens + 1)  # the last token needs no KV
+        self.guessing = False  # has any running sequence a guess that is worth a try?
         self._limits = Limits(geometry.max_model_len, kv.max_tokens, geometry.vocab_size)
         self._watermark = math.ceil(settings.watermark * geometry.num_blocks)
         self._block_size = geometry.block_size
@@ -199,6 +200,7 @@ class Scheduler:
         One of the three loops over all sequences.
         """
         running, extend, picked = self.life.running.sequences, self._kv.extend, self._picked
+        self.guessing = False
         prefills: list[Sequence] = []
         i = 0
         while i < len(running):  # victims leave at the end of the list
@@ -229,7 +231,11 @@ class Scheduler:
         drafts = tuple(proposer.propose(seq.id, seq.tokens, limit))[:limit]
         if seq.constraint is not None:
             drafts = allowed_drafts(seq, drafts)
-        if drafts and self._kv.extend(seq.id, seq.computed, known + len(drafts)):
+        if not drafts:
+            return
+        self.guessing = True
+        # With a result on its way nobody knows yet what the guesses follow; they are made when it has come.
+        if not seq.pending and self._kv.extend(seq.id, seq.computed, known + len(drafts)):
             seq.drafts = drafts
 
     def _prefill_allowance(self, budget: int) -> int:

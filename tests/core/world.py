@@ -85,6 +85,9 @@ class HalfRight:
             known.append(token if (len(known) + i) % 5 else (token + 1) % VOCAB)
         return known[len(tokens) :]
 
+    def saw_step(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
+        assert 0 <= drafts <= tokens - sequences
+
     def forget(self, seq: int) -> None:
         assert seq not in self.forgotten, "a sequence ends once"
         self.forgotten.append(seq)
