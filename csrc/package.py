@@ -8,11 +8,13 @@ from pathlib import Path
 
 from setuptools.command.build_ext import build_ext
 
-from csrc.build import BuildError, build
-
 
 class KernelBuild(build_ext):
     def run(self) -> None:
+        # An isolated build loads this file by its path, with nothing of the project on the module path.
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        from csrc.build import BuildError, build
+
         root = Path() if self.inplace else Path(self.build_lib)
         try:
             build(root / "engine" / "_kernels.so")
