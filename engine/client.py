@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, Protocol
 
@@ -328,7 +329,7 @@ class Supervisor:
                 code="context_length_exceeded",
             )
         live = Live(request)
-        self._admit()
+        self._admit(request.key)
         self._live[request.id] = live
         self._changed.clear()
         if not any(other.sent for other in self._live.values()):
@@ -338,12 +339,16 @@ class Supervisor:
             self._handle.send(request)
         return Stream(live, self.abort)
 
-    def _admit(self) -> None:
-        """Raise Overloaded when the waiting queue is full."""
+    def _admit(self, key: str) -> None:
+        """Raise Overloaded when the waiting queue is full. A key below its share of it is let in all the same, so
+        that no other key can fill the queue before it; the queue is bounded by twice its limit."""
         schedule = self._config.schedule
         running = self._stats.running if self._stats.waiting else schedule.max_num_seqs
         waiting = len(self._live) - running
         if self._live and waiting >= schedule.max_waiting:
+            held = Counter(live.request.key for live in self._live.values())
+            if held[key] < schedule.max_waiting // len(held | Counter([key])):
+                return
             raise Overloaded(
                 f"{waiting} requests are waiting, at most {schedule.max_waiting} may (--max-waiting); try again later",
                 retry_after_s=self._rate.retry_after_s(waiting),

@@ -12,9 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from engine.api import Abort, FinishReason
+from engine.api import Abort, AddRequest, FinishReason
 from engine.client import ProcessClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed
@@ -132,6 +133,22 @@ def test_beyond_the_queue_limit_requests_are_refused_with_a_time_to_come_back() 
     assert sum(isinstance(r, Overloaded) for r in results) == 20 - 6
     assert sum(isinstance(r, list) for r in results) == 6
     assert retry >= 1
+
+
+def test_a_key_that_fills_the_queue_does_not_shut_out_another() -> None:
+    def of(key: str, id: str) -> AddRequest:
+        return msgspec.structs.replace(request(id, max_tokens=30), key=key)
+
+    async def run() -> None:
+        async with process_client(config={"max_waiting": 6, "max_num_seqs": 1}) as client:
+            many = [asyncio.ensure_future(read(client, of("greedy", f"g{i}"))) for i in range(20)]
+            await asyncio.sleep(0)
+            others = [asyncio.ensure_future(read(client, of("other", f"o{i}"))) for i in range(5)]
+            done = await asyncio.gather(*many, *others, return_exceptions=True)
+            assert [isinstance(r, Overloaded) for r in done[:20]] == [False] * 7 + [True] * 13
+            assert [isinstance(r, Overloaded) for r in done[20:]] == [False] * 3 + [True] * 2  # half of the queue
+
+    asyncio.run(run())
 
 
 def test_the_time_to_come_back_follows_the_measured_rate() -> None:
