@@ -45,7 +45,7 @@ examples:
   echo 'What is the capital of France?' | octavo chat --temperature 0
 all flags: octavo serve --help-all
 """
-BENCHES = ("serve", "steps", "kernels", "paper", "gpu")
+BENCHES = ("serve", "steps", "kernels", "memory", "paper", "quality", "gpu")
 ALL_GROUPS = tuple(config.GROUPS)
 
 

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SERVER_MAY_IMPORT = {"api", "client", "config", "errors", "text", "validate", "build", "llm", "native", "simulate"}
+SERVER_MAY_IMPORT = {
+    "api",
+    "bench",
+    "client",
+    "config",
+    "errors",
+    "text",
+    "validate",
+    "build",
+    "llm",
+    "native",
+    "simulate",
+}
 
 
 def modules_loaded_by(statement: str) -> set[str]:

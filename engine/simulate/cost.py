@@ -116,7 +116,8 @@ def fit(samples: Sequence[StepSample], copy_bytes_per_s: float, origin: str) -> 
     seconds = np.array([s.seconds for s in samples])
     best: CostModel | None = None
     # The knee between memory-bound and compute-bound steps isn't known: try each, keep the best.
-    for floor in sorted({0.0, *(float(s) * share for s in seconds for share in (0.7, 0.8, 0.9, 0.95, 1.0))}):
+    tried = np.quantile(seconds, np.linspace(0, 1, 21))
+    for floor in sorted({0.0, *(float(s) * share for s in tried for share in (0.7, 0.8, 0.9, 0.95, 1.0))}):
         above = np.ones(len(samples), bool)
         for _ in range(4):
             weights = _non_negative(data[above] / seconds[above, None])
