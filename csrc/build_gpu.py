@@ -77,10 +77,10 @@ def cache_folder() -> Path:
     return Path(base) / "octavo-kernels"
 
 
-def fingerprint(target: Target, unit: str = "") -> str:
+def fingerprint(target: Target, unit: str = "", sources: Path = SOURCES) -> str:
     """Hash of what decides the bytes of a unit, or of the whole library."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(sources.iterdir()):
         if path.suffix in (".h", ".cu") and not (unit.startswith("attention") and path.name == "kernels.cu"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     flags = UNITS[unit][1] if unit else sorted(UNITS)

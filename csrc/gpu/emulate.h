@@ -39,11 +39,6 @@ struct dim3 {
 };
 
 namespace emu {
-#if defined(EMU_WARP)
-constexpr int WARP = EMU_WARP;
-#else
-constexpr int WARP = 32;
-#endif
 constexpr int GROUP = 32;  // lanes that a collective of the kernels spans
 constexpr size_t STACK = 64 << 10;
 
@@ -83,9 +78,11 @@ struct Fiber {
 
 struct Block {
   dim3 index, grid, size;
-  std::vector<Fiber> fibers;
-  std::vector<Barrier> groups;
-  std::vector<uint32_t> deposits;  // one collective's operands, 8 words a lane, two sets used in turn
+  // Plain pointers: a container's own code would be watched by ThreadSanitizer.
+  Fiber* fibers = nullptr;
+  int count = 0;
+  Barrier* groups = nullptr;
+  uint32_t* deposits = nullptr;  // one collective's operands, 8 words a lane, two sets used in turn
   Barrier all;
   int live = 0, current = 0, waiting = 0;
   unsigned char* shared = nullptr;
@@ -100,6 +97,7 @@ struct Block {
 };
 inline thread_local Block* block = nullptr;
 inline long loads = 0;  // 16-byte loads so far
+inline int left_out = 0;  // barrier that a check leaves out
 
 EMU_INTERNAL inline void count_load(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) & 15) fail("a 16-byte load is not aligned");
@@ -125,7 +123,7 @@ EMU_INTERNAL inline void switch_to(int next) {
 
 EMU_INTERNAL inline void run_next() {
   Block& b = *block;
-  const int n = int(b.fibers.size());
+  const int n = b.count;
   for (int i = 1; i <= n; i++) {
     const int next = (b.current + i) % n;
     if (!b.fibers[next].done) return switch_to(next);
@@ -146,7 +144,7 @@ EMU_INTERNAL inline void wait(Barrier& barrier, int count) {
     b.waiting = 0;
   } else {
     while (barrier.generation == generation) {
-      if (++b.waiting > 4 * int(b.fibers.size())) fail("deadlock: a barrier or collective is not reached by all");
+      if (++b.waiting > 4 * b.count) fail("deadlock: a barrier or collective is not reached by all");
       run_next();
     }
   }
@@ -156,7 +154,7 @@ EMU_INTERNAL inline void wait(Barrier& barrier, int count) {
 }
 
 EMU_INTERNAL inline void barrier() {
-  if (block->live != int(block->fibers.size())) fail("a barrier after some threads have ended");
+  if (block->live != block->count) fail("a barrier after some threads have ended");
   wait(block->all, block->live);
 }
 
@@ -165,7 +163,7 @@ EMU_INTERNAL inline const uint32_t* exchange(const uint32_t* mine, int n) {
   Block& b = *block;
   const int group = b.current / GROUP, lane = b.current % GROUP;
   Barrier& barrier = b.groups[group];
-  uint32_t* words = b.deposits.data() + (group * 2 + (barrier.generation & 1)) * GROUP * 8;
+  uint32_t* words = b.deposits + (group * 2 + (barrier.generation & 1)) * GROUP * 8;
   for (int i = 0; i < n; i++) words[lane * 8 + i] = mine[i];
   wait(barrier, GROUP);
   return words;
@@ -229,14 +227,15 @@ EMU_INTERNAL inline void enter() {
 EMU_INTERNAL inline void run_block(Block& b) {
   block = &b;
   b.all = Barrier();
-  b.groups.assign(b.groups.size(), Barrier());
-  b.live = int(b.fibers.size());
+  for (int i = 0; i < b.count / GROUP; i++) b.groups[i] = Barrier();
+  b.live = b.count;
   b.waiting = 0;
 #if defined(__SANITIZE_THREAD__)
   b.tsan_main = __tsan_get_current_fiber();
   __tsan_release(&b.begun);
 #endif
-  for (auto& fiber : b.fibers) {
+  for (int i = 0; i < b.count; i++) {
+    Fiber& fiber = b.fibers[i];
     fiber.done = false;
 #if defined(__SANITIZE_THREAD__)
     fiber.tsan = __tsan_create_fiber(0);
@@ -259,7 +258,7 @@ EMU_INTERNAL inline void run_block(Block& b) {
   switch_to(0);
 #if defined(__SANITIZE_THREAD__)
   __tsan_acquire(&b.ended);
-  for (auto& fiber : b.fibers) __tsan_destroy_fiber(fiber.tsan);
+  for (int i = 0; i < b.count; i++) __tsan_destroy_fiber(b.fibers[i].tsan);
 #endif
 }
 
@@ -270,9 +269,13 @@ EMU_INTERNAL inline void launch(dim3 grid, dim3 size, size_t shared, const std::
   b.body = &body;
   const int n = int(size.x * size.y * size.z);
   if (n % GROUP || n > 1024) fail("a block must be whole groups of 32 threads, at most 1024");
-  b.fibers.resize(n);
-  b.groups.resize(n / GROUP);
-  b.deposits.resize(size_t(n / GROUP) * 2 * GROUP * 8);
+  std::vector<Fiber> fibers(n);
+  std::vector<Barrier> groups(n / GROUP);
+  std::vector<uint32_t> deposits(size_t(n / GROUP) * 2 * GROUP * 8);
+  b.fibers = fibers.data();
+  b.count = n;
+  b.groups = groups.data();
+  b.deposits = deposits.data();
   for (int i = 0; i < n; i++) {
     b.fibers[i].index = i;
     b.fibers[i].thread = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);

@@ -107,7 +107,6 @@ template <typename C> DEVICE void unpack(const Vec16& v, float (&x)[16 / sizeof(
 #define SHARED_MEMORY(type, name) type* name = reinterpret_cast<type*>(emu::shared_memory())
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
   emu::launch(grid, block, shared, [=] { kernel(__VA_ARGS__); })
-constexpr int WARP = emu::WARP;
 #else
 #define SHARED_MEMORY(type, name)                             \
   extern __shared__ __align__(16) unsigned char shared_raw[]; \
@@ -115,21 +114,15 @@ constexpr int WARP = emu::WARP;
 #if defined(OCT_HIP)
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
   hipLaunchKernelGGL(kernel, grid, block, shared, static_cast<hipStream_t>(stream), __VA_ARGS__)
-#if defined(__gfx1030__) || defined(__gfx1100__) || defined(__gfx1200__)
-constexpr int WARP = 32;
-#else
-constexpr int WARP = 64;
-#endif
 #else
 #define LAUNCH(kernel, grid, block, shared, stream, ...) \
   kernel<<<grid, block, shared, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
-constexpr int WARP = 32;
 #endif
 #endif
 
-// Barrier of the block. OCT_NO_BARRIER=n leaves out the n-th one: the race checks must notice every single one.
-#if defined(OCT_NO_BARRIER)
-#define BARRIER(n) do { if ((n) != OCT_NO_BARRIER) __syncthreads(); } while (0)
+// Barrier of the block. The emulator can leave out the n-th of a kernel: its race check must notice every single one.
+#if defined(OCT_EMULATE)
+#define BARRIER(n) do { if ((n) != emu::left_out) __syncthreads(); } while (0)
 #else
 #define BARRIER(n) __syncthreads()
 #endif
