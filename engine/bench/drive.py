@@ -149,8 +149,9 @@ class Bench:
 class Recorder:
     """An executor that notes what each step computed and took, from its submission to the next one."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, clock: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
+        self._clock = clock
         self._shape: tuple[int, int, int] | None = None
         self._since = 0.0
         self.samples: list[StepSample] = []
@@ -159,19 +160,18 @@ class Recorder:
         return self._executor.start()
 
     def submit(self, plan: Plan) -> None:
-        now = time.perf_counter()
-        self.rest(now)
+        self.rest()
         tokens = sum(len(row.tokens) for row in plan.rows)
         keys = sum(row.start + len(row.tokens) for row in plan.rows)
         if not plan.ops:
             self._shape = tokens, sum(row.sample for row in plan.rows), keys
-        self._since = now
+        self._since = self._clock()
         self._executor.submit(plan)
 
-    def rest(self, now: float) -> None:
+    def rest(self) -> None:
         """The step before is over: the next one begins, or there is nothing to do."""
         if self._shape is not None:
-            self.samples.append(StepSample(*self._shape, now - self._since))
+            self.samples.append(StepSample(*self._shape, self._clock() - self._since))
         self._shape = None
 
     def collect(self) -> Result:

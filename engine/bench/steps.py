@@ -139,5 +139,5 @@ def measure(bench: Bench, repeats: int = REPEATS, served: tuple[tuple[int, int],
     for concurrency, requests in served:
         concurrency = min(concurrency, settings.max_num_seqs)
         serve(bench.core(recorder), chat(requests, bench.geometry.vocab_size, seed=concurrency), concurrency)
-        recorder.rest(time.perf_counter())
+        recorder.rest()
     return Measured(lid, points, recorder.samples, pool.copy_bytes_per_s)
