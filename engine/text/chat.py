@@ -7,10 +7,12 @@ attributes of Python objects nor the chance to hang a server.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -29,6 +31,7 @@ RENDER_TIMEOUT_S = 2.0
 MAX_OUTPUT_CHARS = 16 << 20
 
 _CONTINUE_MARK = "\ue0c7\ue0c8\ue0c9"  # private-use characters: no message holds them, no template trims them
+_GROWING_FILTERS = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap")
 _PROVIDED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -68,7 +71,7 @@ class ChatTemplate:
         try:
             variables = find_undeclared_variables(self._environment.parse(source))
             return self._environment.from_string(source), frozenset(variables)
-        except TemplateError as error:
+        except Exception as error:  # not only TemplateError: a `break` outside of a loop is Python's SyntaxError
             raise ConfigError(f"the chat template of this model can't be compiled: {error}") from error
 
     def template_variables(self) -> frozenset[str]:
@@ -232,7 +235,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     a look at the clock, and products, sums and concatenations are limited in size.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
@@ -240,6 +243,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _Dict()
+        del self.globals["lipsum"]  # text for placeholders, as much as is asked for
+        for name in _GROWING_FILTERS:
+            self.filters[name] = self._bounded_filter(name, self.filters[name])
         self._clock = threading.local()
 
     def deadline(self, seconds: float) -> _Deadline:
@@ -261,10 +267,45 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or (operator == "*" and not _is_small_product(left, right)):
             raise SecurityError(f"operator {operator} on these values is not allowed in a chat template")
+        if operator == "%" and isinstance(left, str):
+            self._check_growth("%", left, [right])
         return self._bounded(super().call_binop(context, operator, left, right))
 
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.check_clock()
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str):
+            __self._check_growth(__obj.__name__, text, [*args, *kwargs.values()])
+        return __self._bounded(super().call(__context, __obj, *args, **kwargs))
+
+    def _bounded_filter(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter `name`, refused where its result may be too large."""
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            given = [arg for arg in args if not isinstance(arg, (jinja2.Environment, jinja2.nodes.EvalContext))]
+            given = given[1:] if given and isinstance(given[0], jinja2.runtime.Context) else given
+            text = given[0] if name != "join" else (given[1] if len(given) > 1 else kwargs.get("d", ""))
+            others = given[1:] if name != "join" else given[:1]
+            self._check_growth(name, text if isinstance(text, str) else str(text), [*others, *kwargs.values()])
+            return self._bounded(filter(*args, **kwargs))
+
+        return functools.update_wrapper(bounded, filter)
+
+    def _check_growth(self, name: str, text: str, args: Sequence[Any]) -> None:
+        """Refuse, before it is computed, a method of `text` whose result may exceed MAX_OUTPUT_CHARS."""
+        numbers = [abs(arg) for arg in args if isinstance(arg, int)]
+        widest = max([_extent(arg) for arg in args], default=0)
+        size = max(numbers, default=0)
+        if name in ("replace", "join", "expandtabs", "indent", "wordwrap", "translate"):
+            size = (len(text) + 1) * max(size, widest, 1)
+        elif name in ("format", "format_map", "%"):
+            widths = [int(digits) for digits in re.findall(r"\d+", text)]
+            size = max([size, *widths, widest * (text.count("{") + text.count("%"))])
+        if size > MAX_OUTPUT_CHARS:
+            raise _OutOfBounds(f"the chat template makes a value of more than {MAX_OUTPUT_CHARS} characters")
+
     def _bounded(self, value: Any) -> Any:
-        if isinstance(value, (str, list, tuple)) and len(value) > MAX_OUTPUT_CHARS:
+        if _extent(value) > MAX_OUTPUT_CHARS:
             raise _OutOfBounds(f"the chat template makes a value of more than {MAX_OUTPUT_CHARS} characters")
         return value
 
@@ -303,9 +344,16 @@ class _Deadline:
         del self._clock.deadline
 
 
+def _extent(value: Any) -> int:
+    """Characters of a text; entries of a list, and the characters of those that are texts."""
+    if isinstance(value, (list, tuple)):
+        return len(value) + sum([len(entry) for entry in value if isinstance(entry, str)])
+    return len(value) if isinstance(value, str) else 0
+
+
 def _is_small_product(left: Any, right: Any) -> bool:
     numbers = [value for value in (left, right) if isinstance(value, (int, float))]
-    sized = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
+    sized = [_extent(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
     return all(abs(number) < 1e18 for number in numbers) and (
         not sized or max(sized) * max([abs(number) for number in numbers], default=1) <= MAX_OUTPUT_CHARS
     )

@@ -143,6 +143,15 @@ HOSTILE = {
     "a large power": "{{ 9 ** 9 ** 9 }}",
     "doubling sums": "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubling joins": "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a wide field": "{{ 'a'.ljust(999999999) }}",
+    "a wide format": "{{ '{:>999999999}'.format(1) }}",
+    "a wide percent": "{{ '%0999999999d' % 1 }}",
+    "a wide filter": "{{ 'a'|center(999999999) }}",
+    "a replacement": "{{ ('a' * 99999).replace('a', 'a' * 99999) }}",
+    "a join": "{{ ('a' * 99999)|join('a' * 99999) }}",
+    "a list of the same": "{% set x = 'a' * 9999999 %}{{ ([x] * 9999)|join }}",
+    "an indent": "{{ messages|tojson(indent=999999999) }}",
+    "placeholder text": "{{ lipsum(99999999) }}",
     "large output": "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
     "a look behind": "{{ messages[0].__class__.__mro__[1].__subclasses__() }}",
     "a change of the messages": "{{ messages.append(1) }}",
@@ -163,8 +172,9 @@ def test_a_template_that_fails_or_goes_too_far_is_an_invalid_request(
 
 
 def test_a_template_that_cannot_be_compiled_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="can't be compiled"):
-        ChatTemplate("{% for %}")
+    for source in ("{% for %}", "{% break %}", "{{ 'a'|nothing }}"):
+        with pytest.raises(ConfigError, match="can't be compiled"):
+            ChatTemplate(source)
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": None}]])
