@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.bench.ceilings import Ceilings, ceilings, roofline_s
-from engine.bench.drive import LOWEST_TOKEN, Bench, Recorder, chat, serve
+from engine.bench.drive import LOWEST_TOKEN, Bench, Job, Recorder, chat, greedy, serve, words
 from engine.core.plan import KVOp, Plan, Result, Row, SlotParams
-from engine.simulate.cost import StepSample
+from engine.simulate.cluster import simulate
+from engine.simulate.cost import StepSample, fit
+from engine.simulate.trace import at_rate, generate
 
 BATCHES = (1, 4, 16, 64)
 CONTEXTS = (64, 256, 1024, 4096)
@@ -141,3 +146,31 @@ def measure(bench: Bench, repeats: int = REPEATS, served: tuple[tuple[int, int],
         serve(bench.core(recorder), chat(requests, bench.geometry.vocab_size, seed=concurrency), concurrency)
         recorder.rest()
     return Measured(lid, points, recorder.samples, pool.copy_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The same arrivals served for real and simulated with a fit; medians in seconds."""
+
+    rate: float
+    ttft: tuple[float, float]  # real, simulated
+    tpot: tuple[float, float]
+    tokens_per_s: tuple[float, float]
+
+
+def check(bench: Bench, samples: list[StepSample], copy_bytes_per_s: float, rate: float, requests: int) -> Check:
+    """Serve what `octavo plan` makes up, in real time and in virtual time."""
+    arrivals = at_rate(generate(requests, seed=0), rate)
+    rng = random.Random("check")
+    vocab = bench.geometry.vocab_size
+    run = serve(bench.core(), [Job(words(rng, a.prompt, vocab), greedy(a.output), a.time) for a in arrivals])
+    cost = fit(samples, copy_bytes_per_s, "fitted to the steps of this run")
+    geometry = msgspec.structs.replace(bench.geometry, vocab_size=1 << 31)
+    report = simulate(arrivals, 1, geometry, bench.core_settings(), cost)
+    tpots = [value for one in run.timed for value in one.tpot]
+    return Check(
+        rate,
+        (statistics.median(one.ttft for one in run.timed), report.percentile("ttft", 0.5)),
+        (statistics.median(tpots), report.percentile("tpot", 0.5)),
+        (run.tokens_per_s, report.tokens_per_s),
+    )

@@ -16,13 +16,22 @@ import msgspec
 from engine import machine
 from engine.bench.ceilings import Ceilings
 from engine.bench.drive import Bench
-from engine.bench.steps import Measured, Point, measure
+from engine.bench.steps import Check, Measured, Point, check, measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--repeat", type=int, default=5, help="steps of each kind; medians are reported (default: 5)")
     parser.add_argument("--no-load", dest="load", action="store_false", help="leave the chat under load out")
+    parser.add_argument(
+        "--check",
+        type=float,
+        action="append",
+        default=[],
+        metavar="RATE",
+        help="serve made-up chats at so many a second and set them beside what octavo plan foretells; repeatable",
+    )
+    parser.add_argument("--check-requests", type=int, default=60, help="of each --check (default: 60)")
     parser.add_argument("--json", dest="result", default="", metavar="FILE", help="write all figures here")
 
 
@@ -47,8 +56,14 @@ def main(args: argparse.Namespace) -> int:
         measured = measure(bench, max(1, args.repeat), **({} if args.load else {"served": ()}))
         print(f"model     {args.model}, products in {bench.arithmetic}, KV in {bench.settings.kv_dtype}")
         show(measured)
+        checks = [
+            check(bench, measured.samples(), measured.copy_bytes_per_s, rate, args.check_requests)
+            for rate in args.check
+        ]
+        show_checks(checks)
         if args.result:
-            Path(args.result).write_text(json.dumps(document(bench, measured), indent=1) + "\n")
+            found = {**document(bench, measured), "checks": [dataclasses.asdict(c) for c in checks]}
+            Path(args.result).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -90,3 +105,14 @@ def _row(p: Point) -> str:
     size = p.batch if p.kind == "decode" else p.tokens
     times = "".join(f"{1e3 * s:>9.2f}" for s in (p.forward_s, p.sample_s, p.roofline_s))
     return f"{size:>8}{p.context:>9}{1e3 * p.seconds:>9.2f}{p.tokens / p.seconds:>9.0f}{times}{p.share:>9.0%}"
+
+
+def show_checks(checks: list[Check]) -> None:
+    for c in checks:
+        print(f"\n{c.rate:g} chats a second{'':10}served  simulated  ratio")
+        for name, (real, made), scale in (
+            ("TTFT p50, ms", c.ttft, 1e3),
+            ("TPOT p50, ms", c.tpot, 1e3),
+            ("tok/s", c.tokens_per_s, 1.0),
+        ):
+            print(f"  {name:20}{real * scale:>10.1f}{made * scale:>11.1f}{made / real:>7.2f}")
