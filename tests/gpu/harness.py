@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ def driver(*flags: str, sources: Path = build_gpu.SOURCES) -> Path:
 
 def run_driver(program: Path, kernel: str, left_out: int = 0) -> subprocess.CompletedProcess[str]:
     """Status 0 = right results and nothing for a sanitizer to say."""
-    return subprocess.run([program, kernel, str(left_out)], capture_output=True, text=True, check=False, timeout=120)
+    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}  # one report will do; each takes a second
+    command = [str(program), kernel, str(left_out)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
 
 
 @dataclass(frozen=True)
