@@ -213,7 +213,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _declare(c: ctypes.CDLL) -> None:
     def function(name: str, result: Any, *arguments: Any) -> None:
-        entry = getattr(c, name)
+        try:
+            entry = getattr(c, name)
+        except AttributeError:
+            raise ConfigError(
+                f"the CPU kernels at {c._name} lack {name}: bring them up to date by `python -m csrc.build`"
+            ) from None
         entry.restype, entry.argtypes = result, arguments
 
     model = c_void_p
