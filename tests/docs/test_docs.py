@@ -126,7 +126,9 @@ def test_flags_of_serve_exist(page: Path) -> None:
         rows = re.findall(r"^\|[^|\n]*\|([^|\n]*)\|", text, re.MULTILINE)
         flags = {flag for cell in rows for flag in re.findall(r"(--[a-z][a-z0-9-]+)", cell)}
     else:
-        flags = {flag for line in re.findall(r"octavo serve[^\n`]*", text) for flag in re.findall(r" (--[a-z-]+)", line)}
+        flags = {
+            flag for line in re.findall(r"octavo serve[^\n`]*", text) for flag in re.findall(r" (--[a-z-]+)", line)
+        }
     known = {option.flag for option in OPTIONS.values()} | {"--config", "--help-all", "--no-auth"}
     known |= {"--no-" + option.flag.removeprefix("--") for option in OPTIONS.values() if option.kind == "bool"}
     assert flags <= known, flags - known
