@@ -203,6 +203,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     token: int
     json: bytes
     error: str = ""
+    invalid: bool = False  # the error is the asker's: what was asked can't be done
 
 
 FromEngine = Ready | Failed | StepOut | Snapshot

@@ -16,12 +16,13 @@ import msgspec
 
 from engine import machine
 from engine.api import Ready
-from engine.config import EngineConfig, memory
-from engine.errors import ConfigError
+from engine.config import EngineConfig, adapters, memory
+from engine.errors import ConfigError, InvalidRequest
 from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.process import Engine
 
 if TYPE_CHECKING:
+    from engine.core.engine import EngineCore
     from engine.core.plan import Executor, Geometry
     from engine.core.proposer import Proposer
     from engine.core.settings import CoreSettings
@@ -79,8 +80,18 @@ def build(config: EngineConfig) -> Engine:
         GrammarCompiler(tokenizer.backend.to_str(), tokenizer.eos_token_ids, geometry.vocab_size),
         proposer=make_proposer(config),
     )
+    for name, directory in adapters(config.model.lora).items():
+        load_adapter(core, name, directory)
     loaded_s = time.perf_counter() - began
     return Engine(core, describe(config, path, spec, choice, geometry, loaded_s))
+
+
+def load_adapter(core: EngineCore, name: str, directory: str) -> None:
+    """Serve a LoRA adapter from the start. Raises ConfigError."""
+    try:
+        core.control("load_adapter", {"name": name, "path": directory})
+    except InvalidRequest as error:
+        raise ConfigError(f"--lora {name}={directory}: {error}") from None
 
 
 def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
@@ -169,6 +180,7 @@ def core_settings(config: EngineConfig, executor: ExecutorSettings) -> CoreSetti
         "enable_prefix_caching": config.kv.enable_prefix_caching,
         "preemption": config.kv.preemption,
         "kv_manager": config.kv.kv_manager,
+        "stall_s": config.schedule.target_itl / 1000,
         "num_drafts": config.schedule.num_drafts,
     }
     return CoreSettings(**values)

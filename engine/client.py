@@ -1,9 +1,10 @@
 """EngineClient: what the server knows of the engine. `ProcessClient` and `LocalClient` are the same supervisor over
 an engine in a process of its own or on a thread.
 
-It keeps every live request with the tokens that were delivered. When the engine dies, it starts another and hands
-them all over, so that a stream only pauses. A request that was on board of two engines in a row which died before it
-got a further token is a suspect: suspects go first and alone, until they get on or are proven guilty.
+It keeps every live request with the tokens that were delivered, and the LoRA adapters that were loaded. When the
+engine dies, it starts another and hands them all over, so that a stream only pauses. A request that was on board of
+two engines in a row which died before it got a further token is a suspect: suspects go first and alone, until they
+get on or are proven guilty.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -33,7 +34,7 @@ from engine.api import (
     Stats,
     StepOut,
 )
-from engine.config import EngineConfig
+from engine.config import EngineConfig, adapters
 from engine.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed
 from engine.streams import DrainRate, Live, Stream
 from engine.transport import Exit, Handle, Launcher, ProcessLauncher, ThreadLauncher
@@ -43,6 +44,7 @@ log = logging.getLogger("octavo.engine")
 FACTORY = "engine.build:build"
 SUSPECT_AT = 2  # deaths in a row without progress
 ANSWER_S = 30.0  # an inspection or a command is answered within so long
+LOAD_S = 600.0  # the same of a command that reads files
 STABLE_S = 60.0  # an idle engine that lived so long has got somewhere
 BUSY_FACTOR = 10  # a step that keeps the processor busy may take so many times the watchdog's time
 BACKOFF_S = (0.0, 0.1, 0.5, 2.0, 5.0)
@@ -77,11 +79,15 @@ class EngineClient(Protocol):
     def health(self) -> dict[str, Any]:
         """{"status": loading|ready|degraded|draining|dead, "engine": {pid, state, last_step_age_s, restarts}}"""
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Directories of the LoRA adapters that are served, by name."""
+
     async def inspect(self, what: str, request_id: str = "") -> Any:
         """The JSON value of an `Inspect` round trip."""
 
     async def control(self, command: str, argument: dict[str, str]) -> Any:
-        """The JSON value of a `Control` round trip."""
+        """The JSON value of a `Control` round trip. Raises InvalidRequest for what can't be done."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests; wait until those in flight have ended, or abort them at the time limit."""
@@ -114,6 +120,7 @@ class Supervisor:
         self._handle: Handle | None = None
         self._up = False  # the engine is ready for messages
         self._ready: Ready | None = None
+        self._adapters = adapters(config.model.lora)
         self._stats = Stats()
         self._stepped_at: float | None = None  # when a step was last heard of
         self._heard_at = 0.0  # the same, or from when on a step is due
@@ -246,6 +253,8 @@ class Supervisor:
                 question = self._questions.pop(message.token, None)
                 if question and not question.done():
                     question.set_result(message)
+                elif message.error:
+                    log.error("the restarted engine: %s", message.error)
             case Ready():
                 self._on_ready(message)
             case Failed():
@@ -253,9 +262,15 @@ class Supervisor:
 
     def _on_ready(self, ready: Ready) -> None:
         if self._ready is None:
-            # The next engine gets the pool under which requests were taken on; the context follows from it.
+            # The next engine gets the pool under which requests were taken on; the context follows from it. It is
+            # told of its adapters one by one, so that one whose files are gone holds up no other.
             kv = dataclasses.replace(self._config.kv, num_kv_blocks=ready.num_blocks)
-            self._config = dataclasses.replace(self._config, kv=kv)
+            model = dataclasses.replace(self._config.model, lora=())
+            self._config = dataclasses.replace(self._config, kv=kv, model=model)
+        elif self._handle:
+            for name, directory in self._adapters.items():
+                argument = {"name": name, "path": directory}
+                self._handle.send(Control(next(self._tokens), "load_adapter", argument))
         self._ready = ready
         self._stats = Stats(blocks_total=ready.num_blocks, blocks_free=ready.num_blocks)
         self._up = True
@@ -396,14 +411,24 @@ class Supervisor:
             return "loading"
         return "ready" if self._up and not self._alone else "degraded"
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._adapters
+
     async def inspect(self, what: str, request_id: str = "") -> Any:
         return await self._ask({"type": "inspect", "token": next(self._tokens), "what": what, "id": request_id})
 
     async def control(self, command: str, argument: dict[str, str]) -> Any:
         token = next(self._tokens)
-        return await self._ask({"type": "control", "token": token, "command": command, "argument": argument})
+        fields = {"type": "control", "token": token, "command": command, "argument": argument}
+        answer = await self._ask(fields, LOAD_S if command == "load_adapter" else ANSWER_S)
+        if command == "load_adapter":
+            self._adapters[argument["name"]] = argument["path"]
+        elif command == "unload_adapter":
+            self._adapters.pop(argument["name"], None)
+        return answer
 
-    async def _ask(self, fields: dict[str, Any]) -> Any:
+    async def _ask(self, fields: dict[str, Any], within_s: float = ANSWER_S) -> Any:
         try:
             message = msgspec.convert(fields, Inspect | Control)
         except msgspec.ValidationError as error:
@@ -414,11 +439,13 @@ class Supervisor:
         question = self._questions[token] = asyncio.get_running_loop().create_future()
         self._handle.send(message)
         try:
-            answer = await asyncio.wait_for(question, ANSWER_S)
+            answer = await asyncio.wait_for(question, within_s)
         except TimeoutError:
-            raise EngineDead(f"the engine gave no answer within {ANSWER_S:g} s") from None
+            raise EngineDead(f"the engine gave no answer within {within_s:g} s") from None
         finally:
             self._questions.pop(token, None)
+        if answer.invalid:
+            raise InvalidRequest(answer.error)
         if answer.error:
             raise RequestFailed(answer.error)
         return msgspec.json.decode(answer.json)

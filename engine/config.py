@@ -12,7 +12,7 @@ import difflib
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,6 +60,7 @@ class ModelConfig:
     quantization: str = option(
         "auto", "how matrices are kept; auto: as the files have them", choices=("auto", "none", "int8", "gguf")
     )
+    lora: tuple[str, ...] = option((), "LoRA adapter to serve beside the model; repeatable", metavar="NAME=DIR")
     chat_template: str = option("", "file with a Jinja chat template to use instead of the model's", metavar="FILE")
 
 
@@ -97,6 +98,14 @@ class ScheduleConfig:
         "off", "guess tokens and check many at once; ngram: by what stood there before", choices=("off", "ngram")
     )
     num_drafts: int = option(8, "most guesses a sequence and step", low=1, high=64)
+    target_itl: int = option(
+        100,
+        "milliseconds that prompts may hold up running answers a step; 0 = no bound",
+        low=0,
+        high=60_000,
+        metavar="MS",
+        common=True,
+    )
     max_waiting: int = option(256, "requests that may wait before new ones get 429", low=0, high=10**6, common=True)
 
 
@@ -140,6 +149,7 @@ class ServerConfig:
     tool_parser: str = option("", "parser of tool calls (default: chosen by the template)", metavar="NAME")
     reasoning_parser: str = option("", "parser of reasoning (default: chosen by the template)", metavar="NAME")
     data_dir: str = option("", "directory of the files and batches routes", metavar="DIR")
+    lora_dir: str = option("", "directory whose LoRA adapters may be loaded over HTTP", metavar="DIR")
     metrics_vllm_aliases: bool = option(False, "every metric a second time under vLLM's name")
     log_level: str = option("info", "", choices=("debug", "info", "warning", "error"))
     log_prompts: bool = option(False, "write prompts to the log")
@@ -215,6 +225,7 @@ class Settings:
             raise ConfigError("--ssl-certfile and --ssl-keyfile belong together: give both or neither")
         if k.preemption == "swap" and k.swap_space == "0":
             raise ConfigError("--preemption swap needs --swap-space above 0: raise it, or choose recompute")
+        adapters(self.engine.model.lora)
         if s.auth and not s.api_key and not s.api_key_file and not is_loopback(s.host):
             raise ConfigError(
                 f"--host {s.host} lets other machines in without a key: "
@@ -312,6 +323,7 @@ def _device_problem(text: str) -> str:
 
 
 FORMS = {"memory": _memory_problem, "device": _device_problem}
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MOST = 10**18  # of a number without a limit of its own
 TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -328,6 +340,19 @@ def memory(text: str, free: int) -> int:
     if not size:
         raise ValueError(text)
     return int(float(size[1]) * UNITS[(size[2] or "").upper()])
+
+
+def adapters(lora: Iterable[str]) -> dict[str, str]:
+    """Directories of LoRA adapters by name, from the values of --lora. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for item in lora:
+        name, _, directory = item.partition("=")
+        if not ADAPTER_NAME.fullmatch(name) or not directory:
+            raise ConfigError(f"--lora {item}: must be NAME=DIR, the name of up to 128 of A-Z a-z 0-9 . _ : / -")
+        if name in found:
+            raise ConfigError(f"--lora {item}: the name {name} is given twice")
+        found[name] = directory
+    return found
 
 
 def is_loopback(host: str) -> bool:

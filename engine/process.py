@@ -42,7 +42,7 @@ from engine.api import (
     ToEngine,
 )
 from engine.config import EngineConfig
-from engine.errors import ConfigError, OctavoError
+from engine.errors import ConfigError, InvalidRequest, OctavoError
 
 log = logging.getLogger("octavo.engine")
 
@@ -140,7 +140,7 @@ def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) ->
             log.exception("a message of kind %s failed", type(message).__name__)
         text = str(error) if known else f"internal error ({type(error).__name__})"
         if isinstance(message, (Inspect, Control)):
-            send(Snapshot(message.token, b"null", text))
+            send(Snapshot(message.token, b"null", text, isinstance(error, InvalidRequest)))
         elif isinstance(message, AddRequest):
             send(StepOut(refusal(message, text), core.stats()))
 

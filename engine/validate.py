@@ -225,6 +225,7 @@ def pooling_request(
     arrival: float,
     prompt_field: str = "input",
     priority: int = 0,
+    adapter: str = "",
     key: str = "",
 ) -> AddRequest:
     """An embedding request: a prompt that fits the context, and nothing is generated."""
@@ -239,7 +240,14 @@ def pooling_request(
         )
     params = SamplingParams(max_tokens=0, seed=0)
     return AddRequest(
-        id=id, prompt=tuple(prompt), params=params, arrival=arrival, priority=priority, pooling=pooling, key=key
+        id=id,
+        prompt=tuple(prompt),
+        params=params,
+        arrival=arrival,
+        priority=priority,
+        adapter=adapter,
+        pooling=pooling,
+        key=key,
     )
 
 

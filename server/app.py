@@ -20,6 +20,7 @@ from engine.client import EngineClient
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server import (
+    adapters,
     batches,
     chat,
     completions,
@@ -59,6 +60,8 @@ class Route:
 ROUTES = (
     Route("GET", "/v1/models", status.list_models),
     Route("GET", "/v1/models/{model:path}", status.get_model),
+    Route("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, adapters.LoadRequest),
+    Route("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, adapters.UnloadRequest),
     Route("POST", "/v1/chat/completions", chat.chat_completions, protocol.ChatRequest, streams=True),
     Route("POST", "/v1/completions", completions.completions, protocol.CompletionRequest, streams=True),
     Route("POST", "/v1/responses", responses.create_response, responses_wire.ResponsesRequest, streams=True),

@@ -73,7 +73,7 @@ async def create_embeddings(request: Request) -> Response:
     if wire.dimensions is not None:
         check_range("dimensions", wire.dimensions, 1, float("inf"))
     prompts = await _prompts(service, wire.input)
-    vectors = await _embed(service, request, prompts, wire.pooling, wire.priority, "input")
+    vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "input")
     if wire.dimensions is not None:
         vectors = [_shortened(vector, wire.dimensions) for vector in vectors]
     encode = _base64 if wire.encoding_format == "base64" else list
@@ -93,7 +93,7 @@ async def score(request: Request) -> Response:
             f"text_1 must be one text or as many as text_2, got {len(left)} and {len(right)}", param="text_1"
         )
     prompts = await _texts(service, [*left, *right], "text_2")
-    vectors = await _embed(service, request, prompts, wire.pooling, wire.priority, "text_2")
+    vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "text_2")
     ones, others = vectors[: len(left)], vectors[len(left) :]
     if len(ones) == 1:
         ones = ones * len(others)
@@ -115,7 +115,7 @@ async def rerank(request: Request) -> Response:
     if not texts:
         raise InvalidRequest("documents is empty", param="documents")
     prompts = await _texts(service, [wire.query, *texts], "documents")
-    query, *vectors = await _embed(service, request, prompts, wire.pooling, wire.priority, "documents")
+    query, *vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "documents")
     scores = [_dot(query, vector) for vector in vectors]
     order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: wire.top_n]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
@@ -169,6 +169,7 @@ def _check_count(inputs: Sequence[object], param: str) -> None:
 async def _embed(
     service: Service,
     request: Request,
+    model: str,
     prompts: list[list[int]],
     pooling: Pooling | None,
     priority: int | None,
@@ -187,6 +188,7 @@ async def _embed(
             arrival=time.time(),
             prompt_field=param,
             priority=(priority or 0) + (key.priority if key else 0),
+            adapter=service.adapter_of(model),
             key=key.label if key else "",
         )
         for i, prompt in enumerate(prompts)

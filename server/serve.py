@@ -26,7 +26,7 @@ import uvicorn
 from engine.api import Ready
 from engine.build import find_model
 from engine.client import ProcessClient
-from engine.config import Settings, memory
+from engine.config import Settings, adapters, memory
 from engine.errors import ConfigError, OctavoError
 from server.connection import BoundedProtocol
 from server.settings import ApiKey, ServerSettings
@@ -223,6 +223,8 @@ def server_settings(settings: Settings) -> ServerSettings:
     """The HTTP side's share of the settings. Raises ConfigError."""
     own, model = settings.server, settings.engine.model
     names = model.served_model_name or default_names(model.model)
+    if taken := set(names) & set(adapters(model.lora)):
+        raise ConfigError(f"--lora {min(taken)}=...: the model itself is served under this name")
     return ServerSettings(
         served_model_names=names,
         model_root=model.model,
@@ -236,6 +238,7 @@ def server_settings(settings: Settings) -> ServerSettings:
         reasoning_parser=own.reasoning_parser,
         cors_origins=own.cors_origin,
         root_path=own.root_path,
+        lora_dir=lora_dir(own.lora_dir),
         data_dir=own.data_dir,
         log_prompts=own.log_prompts,
     )
@@ -247,6 +250,13 @@ def default_names(model: str) -> tuple[str, ...]:
     if not path.exists() or path.name in ("", ".", ".."):
         return (model,)
     return tuple(dict.fromkeys((path.name.removesuffix(".gguf"), model)))
+
+
+def lora_dir(given: str) -> str:
+    """The directory of adapters, with no link left in its path. Raises ConfigError."""
+    if given and not Path(given).is_dir():
+        raise ConfigError(f"--lora-dir {given}: there is no such directory")
+    return str(Path(given).resolve()) if given else ""
 
 
 def api_keys(given: tuple[str, ...], file: str) -> tuple[ApiKey, ...]:

@@ -83,8 +83,12 @@ class Service:
 
     def require_model(self, name: str) -> None:
         """Raise NotFound for a model that isn't served here."""
-        if name not in self.settings.served_model_names:
+        if name not in self.settings.served_model_names and name not in self.client.adapters:
             raise NotFound(f"the model {name[:100]!r} is not served here", param="model", code="model_not_found")
+
+    def adapter_of(self, name: str) -> str:
+        """The LoRA adapter of that name, "" for the model itself."""
+        return name if name in self.client.adapters else ""
 
     async def read(
         self, request: Request, kind: type[T], effective: frozenset[str] = frozenset()
@@ -151,6 +155,7 @@ class Service:
             prompt_field=prompt_field,
             priority=(wire.priority or 0) + (key.priority if key else 0),
             cache_salt=salt,
+            adapter=self.adapter_of(wire.model),
             timeout_s=wire.timeout_s,
             timeout_ttft_s=wire.timeout_ttft_s,
             key=key.label if key else "",

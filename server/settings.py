@@ -46,5 +46,6 @@ class ServerSettings:
     root_path: str = ""  # prefix that a proxy strips
     keep_alive_s: float = 15.0  # a comment is sent on a stream that was silent for so long
     stuck_after_s: float = 30.0  # /health/ready fails when work waits and no step ended for so long
+    lora_dir: str = ""  # adapters below it may be loaded over HTTP; "" = none
     data_dir: str = ""  # store of /v1/files and /v1/batches; "" = these routes answer 404
     log_prompts: bool = False

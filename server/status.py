@@ -13,22 +13,23 @@ from server.service import Service, json_response, service_of
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.client.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "octavo",
-        "root": service.settings.model_root or service.model,
-        "parent": None,
+        "root": adapter or service.settings.model_root or service.model,
+        "parent": service.model if adapter else None,
         "max_model_len": service.client.ready.max_model_len,
         "permission": [],
     }
 
 
 async def list_models(request: Request) -> Response:
-    """The served model, once under each of its names."""
+    """The served model, once under each of its names, and its adapters."""
     service = service_of(request)
-    data = [_model(service, name) for name in service.settings.served_model_names]
+    data = [_model(service, name) for name in (*service.settings.served_model_names, *service.client.adapters)]
     return json_response({"object": "list", "data": data})
 
 

@@ -45,6 +45,7 @@ class FakeClient:
         self.state = "ready"
         self.step_age_s: float | None = 0.1
         self.live: dict[str, Live] = {}
+        self.adapters: dict[str, str] = {}
         self.submitted: list[AddRequest] = []
         self.aborted: list[tuple[str, int]] = []
         self.stats = Stats(blocks_total=64, blocks_free=64, time=time.time())
@@ -187,6 +188,10 @@ class FakeClient:
         return {"what": what, "ids": list(self.live)}
 
     async def control(self, command: str, argument: dict[str, str]) -> Any:
+        if command == "load_adapter":
+            self.adapters[argument["name"]] = argument["path"]
+        elif command == "unload_adapter":
+            del self.adapters[argument["name"]]
         return {"command": command, **argument}
 
     async def start(self) -> Ready:
