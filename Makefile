@@ -32,6 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(SOURCES)
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "     what the tests use"
 	@$(PIP) -q -e '.[test]'
+	@$(PIP) -q --no-deps instructor==1.17.0  # its pins refuse the openai client that it works with
 	@touch $@
 
 serve: install
