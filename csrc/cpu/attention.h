@@ -159,7 +159,7 @@ struct UnitWalk {
     for (int r = 0; r < unit.rows; r++) s.part_state[r] = {kNothing, 0};
     memset(s.part, 0, (size_t)unit.rows * (size_t)dims * 4);
     for (int g = from; g <= to; g++) {
-      look_ahead(g);
+      look_ahead(g, from, to);
       group_of_keys(g);
       fetch_ahead(s.ahead, INT32_MAX);
     }
@@ -188,13 +188,21 @@ struct UnitWalk {
                          s.part_state[r], weights + r * kGroupKeys);
   }
 
-  // What comes after group g: the next group, or the next head's first.
-  void look_ahead(int g) {
+  // What comes after group g of a split's groups from ... to: the next group of this head, or, where a thread has only
+  // a part of the keys, the same groups of the next head.
+  void look_ahead(int g, int from, int to) {
     s.ahead.at = s.ahead.end = 0;
     int next = g + 1, last = position(unit.rows - 1) / kGroupKeys;
     int64_t offset = 0;
-    if (g == last) next = low(0) / kGroupKeys, offset = layout.head_bytes;
-    if (!layout.tiled || (g == last && keys.head + 1 == unit.head0 + unit.heads)) return;
+    const bool last_head = keys.head + 1 == unit.head0 + unit.heads;
+    if (unit.parts > 1 && g == to) {
+      if (last_head) offset = -(unit.heads - 1) * layout.head_bytes;
+      else next = from, offset = layout.head_bytes;
+    } else if (g == last) {
+      if (last_head) return;
+      next = low(0) / kGroupKeys, offset = layout.head_bytes;
+    }
+    if (!layout.tiled || next > last) return;
     int tiles = std::min(kGroupTiles, position(unit.rows - 1) / kTile + 1 - next * kGroupTiles);
     for (int t = 0; t < kGroupTiles; t++)
       s.ahead.tile[t] = keys.stored(next * kGroupTiles + std::min(t, tiles - 1)) + offset;
@@ -254,18 +262,26 @@ static void attend_with(StepContext& ctx, const TileKernel& kernel, const KvLayo
     AttentionUnit& unit = plan->units()[task.unit];
     const int begin = task.part * unit.splits_per_part;
     const int end = std::min(unit.splits, begin + unit.splits_per_part);
-    for (int head = unit.head0; head < unit.head0 + unit.heads; head++) {
-      UnitWalk walk(ctx, kernel, layout, unit, s, softmax, layer, head);
-      walk.load_queries();
-      if (unit.parts == 1) walk.start_total();
-      for (int split = begin; split < end; split++) {
-        bool any = walk.split(split);
-        if (unit.parts > 1) walk.save_part(split);
-        else if (any) walk.merge_part();
+    const int heads_end = unit.head0 + unit.heads;
+    if (unit.parts == 1) {
+      for (int head = unit.head0; head < heads_end; head++) {
+        UnitWalk walk(ctx, kernel, layout, unit, s, softmax, layer, head);
+        walk.load_queries();
+        walk.start_total();
+        for (int split = begin; split < end; split++)
+          if (walk.split(split)) walk.merge_part();
+        walk.write_total();
       }
-      if (unit.parts == 1) walk.write_total();
+      continue;
     }
-    if (unit.parts == 1 || unit.left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+    for (int split = begin; split < end; split++)
+      for (int head = unit.head0; head < heads_end; head++) {
+        UnitWalk walk(ctx, kernel, layout, unit, s, softmax, layer, head);
+        walk.load_queries();
+        walk.split(split);
+        walk.save_part(split);
+      }
+    if (unit.left.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
     unit.left.store(unit.parts, std::memory_order_relaxed);  // for the next layer; a barrier lies between
     for (int head = unit.head0; head < unit.head0 + unit.heads; head++)
       UnitWalk(ctx, kernel, layout, unit, s, softmax, layer, head).merge_saved();

@@ -66,7 +66,8 @@ static void attention_plan(StepContext& ctx) {
   });
   rope_table_reserve(ctx, last);
 
-  const int heads = tiles >= 4 * ctx.threads() ? spec.kv_heads : 1;
+  // The heads of a block lie side by side: one task reads them all, unless that leaves threads without work.
+  const int heads = all_splits >= 8 * ctx.threads() ? spec.kv_heads : 1;
   const int n_units = tiles * (spec.kv_heads / heads), max_tasks = all_splits * (spec.kv_heads / heads);
   const int64_t units_at = 64, tasks_at = units_at + (int64_t)n_units * (int64_t)sizeof(AttentionUnit);
   auto* plan = (AttentionPlan*)ctx.plan.reserve(tasks_at + (int64_t)max_tasks * (int64_t)sizeof(AttentionTask));
