@@ -116,9 +116,9 @@ def build(target: Target, folder: Path | None = None, *, jobs: int = 1) -> Path:
     return out
 
 
-def find_compiler() -> str:
-    """ "nvcc", "hipcc" or "" for neither."""
-    return next((name for name in ("nvcc", "hipcc") if shutil.which(name)), "")
+def find_compiler(*names: str) -> str:
+    """The first of the names (default: nvcc, hipcc) that is on the PATH, or ""."""
+    return next((name for name in names or ("nvcc", "hipcc") if shutil.which(name)), "")
 
 
 def _version(command: str) -> str:

@@ -5,6 +5,7 @@ Imports are local, so that a process loads only what it uses: the native path ne
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -44,7 +45,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3
 class Choice:
     """What "auto" came to, and why."""
 
-    backend: str  # "native" or "reference"
+    backend: str  # native, or torch with the attention of reference, cuda or rocm
     settings: ExecutorSettings
     memory: MemoryPlan
     why: str
@@ -105,7 +106,10 @@ def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
         )
     kept = config.model.quantization if backend == "native" else "none"
     plan = plan_kv(config, path, spec, dtype, kept, free_memory(device))
-    return Choice(backend, executor_settings(config, spec, device, dtype, plan), plan, why)
+    settings = executor_settings(config, spec, device, dtype, plan)
+    if backend in ("cuda", "rocm"):
+        settings = dataclasses.replace(settings, attention=backend)
+    return Choice(backend, settings, plan, why)
 
 
 def plan_kv(config: EngineConfig, path: Path, spec: DecoderSpec, dtype: str, kept: str, free: int) -> MemoryPlan:
@@ -206,7 +210,9 @@ def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[
     if device != "cpu":
         if wanted == "native":
             raise ConfigError(f"--attention-backend native computes on the CPU, not on {device}; add --device cpu")
-        return "reference", f"on {device}"
+        return pick_gpu_backend(config, device, spec)
+    if wanted in ("cuda", "rocm"):
+        raise ConfigError(f"--attention-backend {wanted} needs a GPU; the device is {device}")
     if spec.family == TRANSFORMERS:
         if wanted == "native":
             raise ConfigError("--attention-backend native: this architecture has no native decoder; leave it on auto")
@@ -221,6 +227,26 @@ def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[
         raise ConfigError(f"the C++ kernels can't be used: {problem}")
     log.warning("the C++ kernels can't be used (%s): serving with torch, which is many times slower", problem)
     return "reference", f"the C++ kernels can't be used: {problem}"
+
+
+def pick_gpu_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[str, str]:
+    """("cuda", "rocm" or "reference", why). Raises ConfigError when what was asked for can't be had."""
+    from engine.attention.gpu import backend_name, problem
+
+    wanted, name = config.parallel.attention_backend, backend_name()
+    if wanted not in ("auto", name):
+        raise ConfigError(f"--attention-backend {wanted}: this torch drives its GPUs by {name}")
+    dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+    kv_dtype = dtype if config.kv.kv_cache_dtype == "auto" else config.kv.kv_cache_dtype
+    why = problem(spec, config.kv.block_size, kv_dtype, dtype)
+    if config.kv.kv_manager == "virtual":
+        why = "--kv-manager virtual has an attention of its own"
+    if not why:
+        return name, f"GPU kernels on {device}" + ("" if wanted == "auto" else ", as asked")
+    if wanted == name:
+        raise ConfigError(f"--attention-backend {name} can't be used: {why}")
+    log.warning("the GPU kernels can't be used (%s): attention in torch, which is many times slower", why)
+    return "reference", f"on {device}; the GPU kernels can't be used: {why}"
 
 
 def load_kernels(config: EngineConfig) -> Kernels:
@@ -272,7 +298,7 @@ def describe(
 ) -> Ready:
     """What the client and the start-up log are told."""
     s = choice.settings
-    backend = f"reference/{s.device}" if choice.backend == "reference" else f"cpu/{load_kernels(config).isa}"
+    backend = f"cpu/{load_kernels(config).isa}" if choice.backend == "native" else f"{choice.backend}/{s.device}"
     pool = f"{geometry.num_blocks} KV blocks of {geometry.block_size} tokens ({config_words(config)})"
     tiers = f", {geometry.host_blocks} swap blocks" if geometry.host_blocks else ""
     tiers += f", {geometry.disk_blocks} disk blocks" if geometry.disk_blocks else ""

@@ -119,7 +119,9 @@ class ParallelConfig:
         "auto", "CPU instruction set", choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "neon")
     )
     attention_backend: str = option(
-        "auto", "native = C++ kernels, reference = torch (slow)", choices=("auto", "native", "reference")
+        "auto",
+        "native = C++ kernels, reference = torch (slow), cuda and rocm = GPU kernels",
+        choices=("auto", "native", "reference", "cuda", "rocm"),
     )
     deterministic: bool = option(True, "reference and GPU: bits that don't depend on the batch")
 

@@ -36,6 +36,7 @@ class ExecutorSettings:
     threads: int = 0  # native: 0 = one a core
     isa: str = ""  # native: "" = the best that this machine has
     device: str = "cpu"  # torch executor: a torch device
+    attention: str = "reference"  # torch executor: reference, or the kernels of csrc/gpu as cuda or rocm
     deterministic: bool = False  # on a GPU: one sequence at a time, so that no row's bits depend on its batch
 
 

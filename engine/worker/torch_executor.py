@@ -146,7 +146,12 @@ class TorchExecutor:
         cache = KVCache.allocate(
             spec.num_layers, blocks, settings.block_size, spec.num_kv_heads, spec.head_size, settings.kv_dtype, device
         )
-        return self._assemble(decoder, ReferenceAttention(spec, cache), TorchBlocks(cache), blocks)
+        attention: AttentionBackend = ReferenceAttention(spec, cache)
+        if settings.attention != "reference":
+            from engine.attention.gpu import GpuAttention, load_kernels
+
+            attention = GpuAttention(spec, cache, load_kernels(device))
+        return self._assemble(decoder, attention, TorchBlocks(cache), blocks)
 
     def _assemble(
         self, decoder: TorchDecoder, attention: AttentionBackend, device: TorchBlocks, blocks: int
