@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, default=131072, help="requests beyond it are left out of the trace")
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=2048)
+    add("--target-itl", type=int, default=100, metavar="MS", help="as of octavo serve (default: 100)")
     add("--block-size", type=int, default=16)
     add("--kv-blocks", type=int, default=0, help="pool of a replica (default: what its memory holds)")
     add("--replicas", type=int, default=0, help="this many instead of searching")
@@ -104,6 +105,7 @@ def _run(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         preemption=args.preemption,
+        stall_s=args.target_itl / 1000,
     )
     return simulate(at_rate(trace, rate), replicas, geometry, settings, cost, args.routing)
 

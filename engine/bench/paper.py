@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -137,11 +137,15 @@ def _way(name: str, run: Run, waste: Waste) -> Way:
 def _curves(
     bench: Bench, geometry: Geometry, trace: Sequence[Arrival], steps: list[StepSample], base: float
 ) -> tuple[list[Curve], float]:
-    """The real scheduler over a virtual clock, for rates that would take hours."""
+    """The real scheduler over a virtual clock, for rates that would take hours. Poisson arrivals, as in the paper."""
+    rng, now, poisson = random.Random("arrivals"), 0.0, []
+    for arrival in trace:
+        poisson.append(replace(arrival, time=now))
+        now += rng.expovariate(1.0)
     cost = fit(steps, copy_bytes_per_s=4e9, origin="fitted to the steps of this run")
     rates = [base * rate for rate in RATES]
     curves = [
-        Curve(way, rates, [_simulated(bench, geometry, trace, cost, way, rate) for rate in rates]) for way in WAYS
+        Curve(way, rates, [_simulated(bench, geometry, poisson, cost, way, rate) for rate in rates]) for way in WAYS
     ]
     return curves, cost.error
 
