@@ -12,7 +12,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP     := $(BIN)/pip --disable-pip-version-check install -c constraints.txt
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null)
 
-.PHONY: install serve test test-tools check clean
+.PHONY: install serve test test-tools check check-gpu clean
 
 install: $(VENV)/.installed
 
@@ -53,6 +53,11 @@ test-tools:
 test: check test-tools
 	$(BIN)/octavo pull smollm2
 	$(BIN)/pytest
+
+# Kernels in the emulator, under sanitizers, and compiled for every GPU target that a compiler is here for.
+check-gpu: $(VENV)/.installed-test
+	$(BIN)/pytest tests/gpu
+	$(BIN)/python -m tests.gpu.check
 
 clean:
 	rm -rf $(VENV) build *.egg-info engine/_kernels.so engine/_kernels.fingerprint
