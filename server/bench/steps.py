@@ -109,10 +109,11 @@ def _row(p: Point) -> str:
 
 def show_checks(checks: list[Check]) -> None:
     for c in checks:
-        print(f"\n{c.rate:g} chats a second{'':10}served  simulated  ratio")
-        for name, (real, made), scale in (
+        print(f"\n{c.rate:g} chats a second{'':10}served   foretold  ratio   own steps  ratio")
+        for name, values, scale in (
             ("TTFT p50, ms", c.ttft, 1e3),
             ("TPOT p50, ms", c.tpot, 1e3),
             ("tok/s", c.tokens_per_s, 1.0),
         ):
-            print(f"  {name:20}{real * scale:>10.1f}{made * scale:>11.1f}{made / real:>7.2f}")
+            real, before, own = (value * scale for value in values)
+            print(f"  {name:20}{real:>10.1f}{before:>11.1f}{before / real:>7.2f}{own:>12.1f}{own / real:>7.2f}")
