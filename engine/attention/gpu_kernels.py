@@ -115,7 +115,7 @@ class GpuKernels:
     ) -> None:
         """Paged attention of q [rows, heads, head_size] into out; causal, over all tokens or the last `window`."""
         rows, heads, head_size = q.shape
-        blocks, kv_heads, _, block_size = pages.value.shape
+        _, kv_heads, _, block_size = pages.value.shape
         args = _Attention(
             out=out.data_ptr(), q=q.data_ptr(), key=pages.key.data_ptr(), value=pages.value.data_ptr(),
             k_scale=_pointer(pages.k_scale), v_scale=_pointer(pages.v_scale), tables=seqs.tables.data_ptr(),
@@ -203,7 +203,7 @@ class GpuKernels:
         choice: torch.Tensor,
         position: torch.Tensor,
     ) -> torch.Tensor:
-        """One token a row of float32 logits [rows, vocab]: int32 [rows]. seed is 64 bits wide, choice and position 32."""
+        """One token a row of float32 logits [rows, vocab]: int32 [rows]. seed has 64 bits, choice and position 32."""
         rows, vocab = logits.shape
         token = torch.empty(rows, dtype=torch.int32, device=logits.device)
         inputs = [t.data_ptr() for t in (token, logits, temperature, seed, choice, position)]

@@ -32,7 +32,8 @@ def emulator() -> GpuKernels:
 def driver(*flags: str, sources: Path = build_gpu.SOURCES) -> Path:
     """driver.cpp as a program."""
     target = build_gpu.emulator()
-    digest = "-".join([build_gpu.fingerprint(target, sources=sources), *(f.strip("-").replace("=", "-") for f in flags)])
+    words = [f.strip("-").replace("=", "-") for f in flags]
+    digest = "-".join([build_gpu.fingerprint(target, sources=sources), *words])
     program = BUILT / f"driver-{digest}-{(HERE / 'driver.cpp').stat().st_mtime_ns:x}"
     if not program.exists():
         BUILT.mkdir(parents=True, exist_ok=True)
