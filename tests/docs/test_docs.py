@@ -1,7 +1,8 @@
 """Every command and example of README.md and docs/ runs, against one real server; links and tables are true.
 
-All ```sh and ```python blocks are run. `octavo serve` never ends, so in a block its flags are resolved by
-`octavo config show` instead; what can't run here is in NOT_RUN, with the reason.
+All ```sh and ```python blocks are run. Two kinds of commands are read instead: `octavo serve` never ends, so its flags
+are resolved by `octavo config show`; plans and benchmarks but `bench serve` take minutes, so theirs are parsed alone.
+What can't run here is in NOT_RUN, with the reason.
 """
 
 from __future__ import annotations
@@ -37,6 +38,26 @@ NOT_RUN = {
     "systemctl": "needs a running systemd",
     "python -m csrc.build": "compiles the kernels that other tests are using",
 }
+
+
+OCTAVO = """\
+#!/bin/sh
+export PYTHONPATH={root}
+case "$1 $2" in
+  serve*) shift; exec {python} -m server config show "$@" ;;
+  "bench serve"*) ;;
+  bench*|plan*) exec {python} -c '{parse}' "$@" ;;
+esac
+exec {python} -m server "$@"
+"""
+PARSE = """
+import importlib, sys
+from server.cli import Parser
+given = sys.argv[1:] if sys.argv[1] == "plan" else [sys.argv[1] + "." + sys.argv[2], *sys.argv[3:]]
+parser = Parser(prog=given[0])
+importlib.import_module("server." + given[0]).add_arguments(parser)
+parser.parse_args(given[1:])
+"""
 
 
 class Block(NamedTuple):
@@ -77,10 +98,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
     script = folder / "bin" / "octavo"
     script.parent.mkdir()
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = serve ] && { shift; set -- config show "$@"; }\n'
-        f'PYTHONPATH={ROOT} exec {sys.executable} -m server "$@"\n'
-    )
+    script.write_text(OCTAVO.format(root=ROOT, python=sys.executable, parse=PARSE))
     script.chmod(0o755)
     return folder
 
