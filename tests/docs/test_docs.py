@@ -111,7 +111,7 @@ def test_there_is_something_to_run() -> None:
 @pytest.mark.parametrize("block", RUN, ids=lambda block: f"{block.page}:{block.line}")
 def test_the_example_runs(block: Block, server: Server, place: Path) -> None:
     text = block.text.replace(HERE, f"127.0.0.1:{server.port}")
-    text = text.replace("octavo bench serve ", f"octavo bench serve --base-url {server.url} ")
+    text = text.replace("octavo bench serve ", f"octavo bench serve --base-url {server.url} --warmup 0 --output-len 8 ")
     program = ["bash", "-euo", "pipefail", "-c", text]
     if block.language == "python":
         program = [sys.executable, "-c", text]
