@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,6 +140,11 @@ class Kernels:
             raise ConfigError(self.error())
         return size
 
+    def measure(self, what: int) -> float:
+        """A ceiling of this machine per second, measured now: 0 bytes of memory read; 1, 2, 3 operations of float32,
+        bf16 and int8 products."""
+        return float(self.c.oct_measure(what))
+
     def sample(self, sampling: Sampling) -> None:
         """Raises RequestFailed with the first row at fault."""
         if self.c.oct_sample(byref(sampling)) < 0:
@@ -228,6 +233,7 @@ def _declare(c: ctypes.CDLL) -> None:
     function("oct_threads", c_int)
     function("oct_alloc", c_void_p, c_int64)
     function("oct_free", None, c_void_p, c_int64)
+    function("oct_measure", c_double, c_int)
     function("oct_model_new", model, POINTER(SpecStruct))
     function("oct_model_set", c_int, model, c_char_p, c_void_p, c_int, c_int64, c_int64, c_int)
     function("oct_model_set_gguf", c_int, model, c_char_p, c_void_p, c_int, c_int64, c_int64)

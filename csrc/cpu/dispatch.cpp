@@ -164,6 +164,12 @@ OCT_API int oct_sample(const oct_sampling* s) {
   return current->sample(s);
 }
 
+OCT_API double oct_measure(int what) {
+  if (!current) return fail("call oct_init first");
+  if (what < 0 || what > 3) return fail("there is nothing to measure under %d", what);
+  return current->measure(what);
+}
+
 OCT_API oct_model* oct_model_new(const oct_spec* spec) {
   oct_model* m = new_model(spec);
   if (m) live_models++;

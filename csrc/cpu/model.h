@@ -86,6 +86,7 @@ struct InstructionSet {
   void (*free_state)(void*);
   int64_t (*kv_block_bytes)(const oct_spec*, int32_t block_size, int32_t dtype);
   int (*sample)(const oct_sampling*);
+  double (*measure)(int what);
 };
 
 oct_model* new_model(const oct_spec* spec);  // model.cpp

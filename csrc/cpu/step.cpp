@@ -4,6 +4,7 @@
 #include <new>
 
 #include "attention.h"
+#include "measure.h"
 #include "moe.h"
 #include "product.h"
 #include "sampler.h"
@@ -349,6 +350,6 @@ static void free_state(void* state) { delete (StepState*)state; }
 #define OCT_JOIN(a, b) OCT_JOIN_(a, b)
 extern const InstructionSet OCT_JOIN(set_, OCT_ISA);
 const InstructionSet OCT_JOIN(set_, OCT_ISA) = {OCT_STRING(OCT_ISA), OCT_ISA::step, OCT_ISA::free_state,
-                                                OCT_ISA::kv_block_bytes, OCT_ISA::sample};
+                                                OCT_ISA::kv_block_bytes, OCT_ISA::sample, OCT_ISA::measure};
 
 }  // namespace octavo
