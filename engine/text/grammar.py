@@ -28,6 +28,7 @@ from engine.errors import InvalidRequest
 MAX_BYTES = 256 * 1024
 MAX_PROPERTIES = 1_000  # of one object: the compiler's work grows with their square
 MAX_CHOICES = 5_000
+MAX_BRANCHES = 1_000  # of all anyOf, oneOf and allOf as the root of their squares: the compiler's work grows faster
 MAX_MULTIPLE = 10_000  # the automaton of "multipleOf" has this many states
 MAX_ALTERNATIVES = 2_000  # "|" in a grammar
 FORCED_PIECES = 100
@@ -174,9 +175,10 @@ def _choice(choices: Any) -> str:
 
 def _lark(text: str) -> str:
     """A lark grammar; GBNF ("root ::= ...") is translated. Schemas inside of it keep to the limits of schemas."""
-    if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+    if re.search(r"^[ \t]*[\w-]+[ \t]*::=", text, re.MULTILINE):  # \s would walk all empty lines, for each
         try:
-            text = any_to_lark(text)
+            # Without empty lines: the translator looks at all that follow one, for each.
+            text = any_to_lark("\n".join([line for line in text.split("\n") if line.strip()]))
         except Exception as error:  # the translator raises whatever its parser stumbled over
             raise ValueError(f"it is neither lark nor GBNF: {error}") from error
     if text.count("|") > MAX_ALTERNATIVES:
@@ -223,15 +225,20 @@ def _check_schema(schema: Any) -> None:
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"a schema is a JSON object, got {json.dumps(schema)[:60]}")
     multiples: list[Decimal] = []
+    branches = 0
     for one in _objects(schema):
         properties = one.get("properties")
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
             raise ValueError(f"an object has {len(properties)} properties, the limit is {MAX_PROPERTIES}")
+        lists = [one[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(one.get(name), list)]
+        branches += sum([len(found) ** 2 for found in lists])
         enum = one.get("enum")
         if isinstance(enum, list) and len(enum) > MAX_CHOICES:
             raise ValueError(f"an enum has {len(enum)} entries, the limit is {MAX_CHOICES}")
         if "multipleOf" in one:
             multiples.append(_multiple(one["multipleOf"]))
+    if branches > MAX_BRANCHES**2:
+        raise ValueError(f"anyOf, oneOf and allOf have too many entries (limit {MAX_BRANCHES} in one list)")
     if multiples and _joint_multiple(multiples) > MAX_MULTIPLE:
         raise ValueError(f"the values of multipleOf are too many or too large to enforce (limit {MAX_MULTIPLE})")
 
