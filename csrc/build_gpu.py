@@ -47,7 +47,15 @@ class Target:
 def emulator(*flags: str) -> Target:
     """The host. Contraction is off as on the GPU, where it is asked for by name (fmaf)."""
     cxx = compiler()
-    common = ("-std=c++17", "-march=native", "-fPIC", "-ffp-contract=off", "-DOCT_EMULATE", "-Wall", "-Wno-unknown-pragmas")
+    common = (
+        "-std=c++17",
+        "-march=native",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-DOCT_EMULATE",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+    )
     return Target("emulator", (cxx, "-O2", *common, *flags, "-x", "c++"), (cxx, "-shared", *flags))
 
 

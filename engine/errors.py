@@ -1,12 +1,12 @@
 """The one hierarchy of errors.
 
-    OctavoError
-    ├── InvalidRequest   400  the client's fault: says which field, which value, what to do
-    ├── NotFound         404  a model, adapter or stored object that isn't there
-    ├── Overloaded       429  the queue or a key's limit is full; `retry_after_s`
-    ├── RequestFailed    500  this request failed, the others go on
-    ├── EngineDead       503  the engine is gone or not ready; `retry_after_s`
-    └── ConfigError      start-up: one line, exit code 2, no traceback
+OctavoError
+├── InvalidRequest   400  the client's fault: says which field, which value, what to do
+├── NotFound         404  a model, adapter or stored object that isn't there
+├── Overloaded       429  the queue or a key's limit is full; `retry_after_s`
+├── RequestFailed    500  this request failed, the others go on
+├── EngineDead       503  the engine is gone or not ready; `retry_after_s`
+└── ConfigError      start-up: one line, exit code 2, no traceback
 """
 
 from __future__ import annotations

@@ -112,16 +112,16 @@ def correctness(kernels: GpuKernels, device: torch.device) -> dict[str, float]:
     return worst
 
 
-def _seconds(work: Callable[[], None], repeats: int = 20) -> float:
+def _seconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Median time of `work` on the device."""
     times = []
     for _ in range(repeats + 3):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = torch.Event(device="cuda", enable_timing=True), torch.Event(device="cuda", enable_timing=True)
         first.record()
         work()
         last.record()
         last.synchronize()
-        times.append(first.elapsed_time(last) / 1e3)
+        times.append(float(first.elapsed_time(last)) / 1e3)
     return sorted(times[3:])[repeats // 2]
 
 
@@ -129,7 +129,7 @@ def copy_rate(device: torch.device) -> float:
     """Bytes read and written per second by a copy."""
     src = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     dst = torch.empty_like(src)
-    return 2 * COPY_BYTES / _seconds(lambda: dst.copy_(src) and None)
+    return 2 * COPY_BYTES / _seconds(lambda: dst.copy_(src))
 
 
 def decode_cell(kernels: GpuKernels, device: torch.device, batch: int, tokens: int, rate: float) -> dict[str, float]:

@@ -108,7 +108,7 @@ class TransformersDecoder:
         return self._base_forward(*args, **kwargs)
 
 
-class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]
+class _Hidden(BaseModelOutputWithPast):
     """Output of a body that was not run: hidden states, and None for all that a head may want to pass on."""
 
     def __getattr__(self, name: str) -> None:

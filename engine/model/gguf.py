@@ -189,7 +189,7 @@ def _read_header(reader: _Reader) -> tuple[dict[str, Any], dict[str, GGUFTensor]
         placed = GGUFTensor(tensor.name, tensor.type, tensor.shape, start + tensor.offset, tensor.size)
         if placed.offset + placed.size > reader.size():
             raise _Malformed(
-                f"tensor {tensor.name} needs bytes {placed.offset} to {placed.offset + placed.size}; "
+                f"tensor {tensor.name[:80]!r} needs bytes {placed.offset} to {placed.offset + placed.size}; "
                 f"the file has {reader.size()} (an unfinished download?)"
             )
         tensors[tensor.name] = placed
@@ -204,10 +204,10 @@ def _read_tensor_info(reader: _Reader) -> GGUFTensor:
     shape = tuple(reader.scalar("Q") for _ in range(n_dimensions))[::-1]
     kind, offset = reader.scalar("I"), reader.scalar("Q")
     if kind not in TYPES:
-        raise _Malformed(f"tensor {name[:80]} is of the unsupported type {kind}")
+        raise _Malformed(f"tensor {name[:80]!r} is of the unsupported type {kind}")
     block = TYPES[kind]
     if shape[-1] % block.elements or 0 in shape:
-        raise _Malformed(f"tensor {name[:80]} of type {block.name} has the shape {shape}")
+        raise _Malformed(f"tensor {name[:80]!r} of type {block.name} has the shape {shape}")
     elements = 1
     for extent in shape:
         elements *= extent

@@ -80,5 +80,3 @@ class NativeBlocks:
         self._blocks = np.zeros((0, 0), np.uint8)
         if not self._memory.closed:
             self._memory.close()
-
-

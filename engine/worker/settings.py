@@ -12,6 +12,7 @@ KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m
 Quantization = Literal["auto", "none", "int8", "gguf"]
 KVManager = Literal["paged", "virtual"]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorSettings:
     """Sizes and choices of one executor. Byte budgets count when the number of blocks beside them is 0."""

@@ -156,7 +156,5 @@ def open_tiers(settings: ExecutorSettings, bytes_per_block: int, fingerprint: st
     host = HostPool(host_blocks(settings, bytes_per_block), bytes_per_block)
     if not settings.disk_dir:
         return host, None
-    disk = DiskTier(
-        Path(settings.disk_dir), settings.disk_bytes, bytes_per_block, settings.block_size, fingerprint
-    )
+    disk = DiskTier(Path(settings.disk_dir), settings.disk_bytes, bytes_per_block, settings.block_size, fingerprint)
     return host, disk

@@ -57,9 +57,7 @@ def run(core: EngineCore) -> Answers:
     while core.has_work():
         for delta in core.step().deltas:
             assert not delta.error
-            answers.setdefault((delta.id, delta.choice), []).extend(
-                zip(delta.tokens, delta.logprobs, strict=True)
-            )
+            answers.setdefault((delta.id, delta.choice), []).extend(zip(delta.tokens, delta.logprobs, strict=True))
     return answers
 
 

@@ -102,9 +102,7 @@ def configured(request: pytest.FixtureRequest, models: Path) -> Configured:
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 544])
-def test_no_bit_depends_on_batch_chunk_block_size_or_swapping(
-    configured: Configured, block_size: int
-) -> None:
+def test_no_bit_depends_on_batch_chunk_block_size_or_swapping(configured: Configured, block_size: int) -> None:
     model, changes, alone = configured
     blocks = {1: 5000, 7: 800, 16: 400, 544: 41}[block_size]
     changes = {**changes, "block_size": block_size, "num_blocks": blocks, "host_blocks": -(-110 // block_size)}
