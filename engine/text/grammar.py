@@ -224,6 +224,7 @@ def _check_schema(schema: Any) -> None:
     """The bounds that llguidance doesn't have; what it can't enforce it says itself. Raises ValueError."""
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"a schema is a JSON object, got {json.dumps(schema)[:60]}")
+    _check_numbers(schema)
     multiples: list[Decimal] = []
     branches = 0
     for one in _objects(schema):
@@ -241,6 +242,18 @@ def _check_schema(schema: Any) -> None:
         raise ValueError(f"anyOf, oneOf and allOf have too many entries (limit {MAX_BRANCHES} in one list)")
     if multiples and _joint_multiple(multiples) > MAX_MULTIPLE:
         raise ValueError(f"the values of multipleOf are too many or too large to enforce (limit {MAX_MULTIPLE})")
+
+
+def _check_numbers(schema: Any) -> None:
+    """Every value of a schema may become a literal, and the compiler doesn't survive the negation of -2**63."""
+    values = [schema]
+    for value in values:
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, (int, float)) and not abs(value) < 2**63:
+            raise ValueError(f"the number {str(value)[:30]} is out of the range that can be enforced")
 
 
 def _multiple(value: Any) -> Decimal:
