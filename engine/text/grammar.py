@@ -245,15 +245,15 @@ def _check_schema(schema: Any) -> None:
 
 
 def _check_numbers(schema: Any) -> None:
-    """Every value of a schema may become a literal, and the compiler doesn't survive the negation of -2**63."""
+    """Every value of a schema may become a literal, and the compiler doesn't survive the lowest 64-bit ones."""
     values = [schema]
     for value in values:
         if isinstance(value, dict):
             values += value.values()
         elif isinstance(value, list):
             values += value
-        elif isinstance(value, (int, float)) and not abs(value) < 2**63:
-            raise ValueError(f"the number {str(value)[:30]} is out of the range that can be enforced")
+        elif isinstance(value, int) and -(2**63) <= value < -(2**63) + 1024:
+            raise ValueError(f"the number {value} is out of the range that can be enforced")
 
 
 def _multiple(value: Any) -> Decimal:

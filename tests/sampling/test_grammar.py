@@ -294,7 +294,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_a_reason(name: str) ->
         ("json_schema", " " * 300_000),
         ("json_schema", json.dumps({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9000}}, "$ref": "#/$defs/a"})),
         ("json_schema", '{"const": -9223372036854775808}'),
-        ("json_schema", '{"enum": [[{"a": -9.223372036854775808e18}]]}'),
+        ("json_schema", '{"enum": [[{"a": -9223372036854775807}]]}'),
         ("lark", 'start: %json {"const": -9223372036854775808}'),
         ("regex", "(a{1000}){1000}"),
         ("regex", "(" * 5_000 + "a" + ")" * 5_000),
