@@ -126,4 +126,6 @@ def _errors(route: Route, path: str) -> dict[str, Any]:
     if path.startswith("/health"):
         return {"503": {"description": "Not now.", "content": {"application/json": {"schema": {"type": "object"}}}}}
     codes = _GENERATING if route.method == "POST" else ("400", "401", "404", "500", "503")
-    return {code: {"description": "The request was not served.", "content": error} for code in codes}
+    if path.endswith("_lora_adapter"):
+        codes = (*codes, "403")  # without --lora-dir
+    return {code: {"description": "The request was not served.", "content": error} for code in sorted(codes)}
