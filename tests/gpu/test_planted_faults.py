@@ -42,4 +42,6 @@ def test_the_kernels_as_they_are_pass_the_race_check(kernel: str) -> None:
 
 @pytest.mark.parametrize(("kernel", "barrier"), [(k, n) for k, count in BARRIERS.items() for n in range(1, count + 1)])
 def test_the_race_check_misses_every_single_barrier(kernel: str, barrier: int) -> None:
-    assert "data race" in run_driver(driver("-fsanitize=thread"), kernel, barrier).stderr
+    # Where the race is on an index, the wild access that follows may be reported before the race itself.
+    report = run_driver(driver("-fsanitize=thread"), kernel, barrier).stderr
+    assert "data race" in report or "ThreadSanitizer: SEGV" in report
