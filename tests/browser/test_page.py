@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -65,6 +66,11 @@ def test_chat_streams_an_answer_and_shows_the_alternatives_of_a_token(page: Page
 
 
 def test_stop_ends_the_answer(page: Page) -> None:
+    # The answer must not end by itself before the button is pressed.
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True})),
+    )
     page.locator("details summary").click()
     page.fill("#max_tokens", "4000")
     ask(page, "Count as far as you can: one, two, three,")
