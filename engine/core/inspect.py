@@ -35,6 +35,11 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
             "holders": holders,
             "tokens": filled.get(view.id, geometry.block_size if view.cached else 0),
         }
+    return {**_pools(kv, geometry), "blocks": blocks}
+
+
+def _pools(kv: KVManager, geometry: Geometry) -> dict[str, Any]:
+    """How much of each tier there is and is used, in blocks."""
     usage = kv.usage()
     return {
         "block_size": geometry.block_size,
@@ -46,7 +51,6 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
         "saved_bytes": usage.saved * geometry.bytes_per_block,
         "host": {"total": usage.host_total, "used": usage.host_used},
         "disk": {"total": geometry.disk_blocks, "used": usage.disk_used},
-        "blocks": blocks,
     }
 
 
@@ -57,17 +61,9 @@ def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: f
     cells = _cells(kv, views)
     for view in views:
         letters[cells[view.id]] = "cus"[min(2, len(view.holders))]
-    usage = kv.usage()
     return {
         "time": now,
-        "block_size": geometry.block_size,
-        "total": usage.total,
-        "free": usage.free,
-        "cached": usage.cached,
-        "shared": usage.shared,
-        "saved_bytes": usage.saved * geometry.bytes_per_block,
-        "host": {"total": usage.host_total, "used": usage.host_used},
-        "disk": {"total": geometry.disk_blocks, "used": usage.disk_used},
+        **_pools(kv, geometry),
         "states": "".join(letters),
         "sequences": [
             {

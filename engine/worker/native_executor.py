@@ -26,7 +26,7 @@ from engine.worker.runner import Runner, StepThread
 from engine.worker.settings import ExecutorSettings, device_blocks
 from engine.worker.slots import Slots
 from engine.worker.storage import KVStorage
-from engine.worker.tiers import open_tiers
+from engine.worker.tiers import geometry_of, open_tiers
 
 log = logging.getLogger(__name__)
 
@@ -186,19 +186,7 @@ class NativeExecutor:
         compute = NativeCompute(kernels, model, blocks, spec.hidden_size, settings.max_num_seqs)
         thread = StepThread(Runner(compute, slots, storage).run)
         self._running = _Running(kernels, model, blocks, storage, slots, compute, thread)
-        return Geometry(
-            num_blocks=device_blocks(settings, block_bytes),
-            block_size=settings.block_size,
-            host_blocks=len(host.blocks),
-            disk_blocks=disk.num_blocks if disk else 0,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            vocab_size=spec.vocab_size,
-            bytes_per_block=block_bytes,
-            hidden_size=spec.hidden_size,
-            pages_per_slot=-(-settings.max_model_len // settings.block_size),
-            disk_index=disk.index() if disk else (),
-        )
+        return geometry_of(settings, spec, device_blocks(settings, block_bytes), block_bytes, host, disk)
 
     def _kv_fingerprint(self, kernels: native.Kernels) -> str:
         """What decides the bits of a KV block; other kernels may round otherwise, so their build counts too."""

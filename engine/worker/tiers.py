@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.plan import Geometry
 from engine.errors import ConfigError, EngineDead
+from engine.model.spec import DecoderSpec
 from engine.worker.settings import ExecutorSettings, host_blocks
 
 Bytes = npt.NDArray[np.uint8]
@@ -158,3 +160,27 @@ def open_tiers(settings: ExecutorSettings, bytes_per_block: int, fingerprint: st
         return host, None
     disk = DiskTier(Path(settings.disk_dir), settings.disk_bytes, bytes_per_block, settings.block_size, fingerprint)
     return host, disk
+
+
+def geometry_of(
+    settings: ExecutorSettings,
+    spec: DecoderSpec,
+    num_blocks: int,
+    bytes_per_block: int,
+    host: HostPool,
+    disk: DiskTier | None,
+) -> Geometry:
+    """What an executor with these pools offers."""
+    return Geometry(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        host_blocks=len(host.blocks),
+        disk_blocks=disk.num_blocks if disk else 0,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        vocab_size=spec.vocab_size,
+        bytes_per_block=bytes_per_block,
+        hidden_size=spec.hidden_size,
+        pages_per_slot=-(-settings.max_model_len // settings.block_size),
+        disk_index=disk.index() if disk else (),
+    )

@@ -25,7 +25,7 @@ from engine.worker.runner import Runner, StepThread
 from engine.worker.settings import ExecutorSettings, device_blocks
 from engine.worker.slots import Slots
 from engine.worker.storage import KVStorage
-from engine.worker.tiers import open_tiers
+from engine.worker.tiers import geometry_of, open_tiers
 from engine.worker.torch_blocks import TorchBlocks, VirtualBlocks, block_bytes
 
 
@@ -164,19 +164,7 @@ class TorchExecutor:
         alone = settings.deterministic or decoder.device.type == "cpu"
         compute = TorchCompute(decoder, attention, settings.block_size, decoder.device, one_by_one=alone)
         self._running = _Running(compute, slots, storage, StepThread(Runner(compute, slots, storage).run))
-        return Geometry(
-            num_blocks=blocks,
-            block_size=settings.block_size,
-            host_blocks=len(host.blocks),
-            disk_blocks=disk.num_blocks if disk else 0,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            vocab_size=spec.vocab_size,
-            bytes_per_block=device.bytes_per_block,
-            hidden_size=spec.hidden_size,
-            pages_per_slot=-(-settings.max_model_len // settings.block_size),
-            disk_index=disk.index() if disk else (),
-        )
+        return geometry_of(settings, spec, blocks, device.bytes_per_block, host, disk)
 
     def submit(self, plan: Plan) -> None:
         """See `Executor`."""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from csrc import build
+from engine.native import KV, Batch
 
 F32, BF16, F16, I8, F8E4M3, F8E5M2 = range(6)
 QK_NORM_HEAD, QK_NORM_FULL, ROPE_INTERLEAVED = 32, 64, 128
@@ -46,30 +47,6 @@ class Spec(ctypes.Structure):
         ("layer_rope", c_void_p),
         ("layer_moe", c_void_p),
         ("compute", c_int32),
-    ]
-
-
-class Kv(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("num_blocks", c_int64), ("block_size", c_int32), ("dtype", c_int32)]
-
-
-class Batch(ctypes.Structure):
-    _fields_ = [
-        ("n_rows", c_int32),
-        ("n_seqs", c_int32),
-        ("tokens", c_void_p),
-        ("q_start", c_void_p),
-        ("pos_start", c_void_p),
-        ("tables", c_void_p),
-        ("table_stride", c_int64),
-        ("table_line", c_void_p),
-        ("n_logits", c_int32),
-        ("logit_rows", c_void_p),
-        ("logits", c_void_p),
-        ("n_hidden", c_int32),
-        ("hidden_rows", c_void_p),
-        ("hidden", c_void_p),
-        ("adapter", c_void_p),
     ]
 
 
@@ -154,7 +131,7 @@ def library(isa: str) -> Any:
     lib.h_error.restype = c_char_p
     lib.h_block_bytes.restype, lib.h_block_bytes.argtypes = c_int64, [POINTER(Spec), c_int32, c_int32]
     lib.h_attention.argtypes = [
-        *[POINTER(Spec), POINTER(Kv), POINTER(Batch), c_int32],
+        *[POINTER(Spec), POINTER(KV), POINTER(Batch), c_int32],
         *[c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int32), POINTER(c_double)],
     ]
     lib.h_sample.argtypes = [POINTER(SamplingArguments)]
@@ -220,7 +197,7 @@ class Attention:
         assert self.block_bytes > 0, self.lib.h_error()
         self.bytes = self.block_bytes * num_blocks
         self.data = self.lib.oct_alloc(self.bytes)
-        self.kv = Kv(data=self.data, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self.kv = KV(data=self.data, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
         self.seconds = (c_double * 2)()
         self._free = list(np.random.default_rng(seed).permutation(num_blocks))
         self.tables: dict[int, list[int]] = {}
