@@ -206,7 +206,8 @@ def test_bytes_that_are_no_message_are_dropped_and_the_engine_goes_on() -> None:
                 client._handle._out.send(frame)
             client._handle.send(Abort("nobody", 3))
             assert await read(client, request("fine"))
-            assert client.health()["engine"] == {**client.health()["engine"], "pid": pid, "restarts": 0}
+            engine = client.health()["engine"]
+            assert (engine["pid"], engine["restarts"]) == (pid, 0)
 
     asyncio.run(run())
 
