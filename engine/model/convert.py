@@ -50,7 +50,8 @@ def write_directory(gguf: Path, directory: Path) -> None:
     for name, data in tokenizer_files(file.metadata).items():
         (directory / name).write_bytes(data)
     spec = spec_of_config(config)
-    sources = {rule.name: rule.source for rule in safetensors_rules(spec, set())}
+    whole = {"model.embed_tokens.weight"}  # a name by which the rules know the whole model from the bare decoder
+    sources = {rule.name: rule.source for rule in safetensors_rules(spec, whole)}
     stored = {sources[name]: shape for name, shape in shapes(spec).items()}
     _write_safetensors(directory / "model.safetensors", stored, iter_weights(spec, gguf))
 

