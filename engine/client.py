@@ -14,12 +14,12 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from engine.admission import Admission
 from engine.api import (
     Abort,
     AddRequest,
@@ -35,8 +35,8 @@ from engine.api import (
     StepOut,
 )
 from engine.config import EngineConfig, adapters
-from engine.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, RequestFailed
-from engine.streams import DrainRate, Live, Stream
+from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
+from engine.streams import Live, Stream
 from engine.transport import Exit, Handle, Launcher, ProcessLauncher, ThreadLauncher
 
 log = logging.getLogger("octavo.engine")
@@ -58,6 +58,12 @@ class EngineClient(Protocol):
     async def start(self) -> Ready:
         """Start the engine and wait until it is ready. Raises ConfigError."""
 
+    def admit(self, key: str) -> None:
+        """Raise what `submit` would raise of any request of this API key now: Overloaded, EngineDead.
+
+        Costs nothing, so that what must be refused is refused before its body is read.
+        """
+
     def submit(self, request: AddRequest) -> AsyncIterator[Delta]:
         """Queue a request; iterate its deltas until every choice has a terminal one.
 
@@ -75,6 +81,10 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> Stats:
         """The latest snapshot, no round trip."""
+
+    @property
+    def replicas(self) -> Sequence[EngineClient]:
+        """The clients behind this one, each with an engine of its own; empty where it is one itself."""
 
     def health(self) -> dict[str, Any]:
         """{"status": loading|ready|degraded|draining|dead, "engine": {pid, state, last_step_age_s, restarts}}"""
@@ -107,14 +117,18 @@ class Supervisor:
         watchdog_s: float = 0.0,
         max_restarts: int = 5,
         on_dead: Callable[[str], None] | None = None,
+        on_death: Callable[[], None] | None = None,
     ) -> None:
+        """`on_dead` is called when the engine is gone for good; `on_death` after each death, before it is started
+        again: then `give_away` may be called."""
         self._config = config
         self._launcher = launcher
         self._watchdog_s = watchdog_s
         self._max_restarts = max_restarts
         self._on_dead = on_dead
+        self._on_death = on_death
         self._live: dict[str, Live] = {}
-        self._rate = DrainRate()
+        self._admission = Admission(config.schedule)
         self._questions: dict[int, asyncio.Future[Snapshot]] = {}
         self._tokens = itertools.count()
         self._handle: Handle | None = None
@@ -205,6 +219,8 @@ class Supervisor:
             text = f"request {identity} ended the engine {suspect.deaths} times ({reason}) and was given up"
             suspect.end(FinishReason.ERROR, error=text, kind="failed")
             self._finish(suspect)
+        if self._on_death:
+            self._on_death()
 
     def _give_up(self, reason: str) -> None:
         self._dead = reason
@@ -212,6 +228,8 @@ class Supervisor:
             self._outcome.set_exception(ConfigError(reason))
             return
         log.critical("giving up: %s", reason)
+        if self._on_death:
+            self._on_death()
         for live in list(self._live.values()):
             live.fail(EngineDead(f"the engine is gone: {reason}"))
         self._live.clear()
@@ -301,8 +319,8 @@ class Supervisor:
         """A choice of `live` has just ended; forget the request when it was the last."""
         if live.open:
             return
-        self._live.pop(live.request.id, None)
-        self._rate.add(1)
+        del self._live[live.request.id]
+        self._admission.leave(live.request.key)
         if live is self._alone:
             self._alone = None
             self._pump()
@@ -319,24 +337,37 @@ class Supervisor:
             self._alone = suspect
             waiting = [suspect]
         for live in waiting:
-            live.sent = True
-            self._handle.send(live.resumed())
-            for i, choice in enumerate(live.choices):
-                if choice.done:
-                    self._handle.send(Abort(live.request.id, i))
+            self._send(live)
+
+    def _send(self, live: Live) -> None:
+        """Hand one request to the engine, with what was delivered of it."""
+        assert self._handle is not None, "only an engine that is up is sent to"
+        live.sent = True
+        self._handle.send(live.resumed())
+        for i, choice in enumerate(live.choices):
+            if choice.done:
+                self._handle.send(Abort(live.request.id, i))
 
     # ---- what the server calls
 
-    def submit(self, request: AddRequest) -> AsyncIterator[Delta]:
+    def admit(self, key: str) -> None:
         if self._dead:
             raise EngineDead(f"the engine is gone: {self._dead}")
         if self._draining or self._closing:
             raise EngineDead("the server is shutting down", retry_after_s=10.0)
         if self._ready is None:
             raise EngineDead("the model is being loaded", retry_after_s=2.0)
+        self._admission.check(key, self._stats)
+
+    def submit(self, request: AddRequest) -> AsyncIterator[Delta]:
+        return Stream(self.begin(request), self.abort)
+
+    def begin(self, request: AddRequest) -> Live:
+        """What `submit` does, for whoever makes the stream."""
+        self.admit(request.key)
         if request.id in self._live:
             raise InvalidRequest(f"request id {request.id} is in use", param="request_id")
-        room = self._ready.num_blocks * self._ready.block_size
+        room = self.ready.num_blocks * self.ready.block_size
         if len(request.prompt) + 1 > room:
             raise InvalidRequest(
                 f"the prompt has {len(request.prompt)} tokens, but the KV pool holds {room - 1} and one to generate",
@@ -344,30 +375,45 @@ class Supervisor:
                 code="context_length_exceeded",
             )
         live = Live(request)
-        self._admit(request.key)
-        self._live[request.id] = live
+        self._enter(live)
+        return live
+
+    def _enter(self, live: Live) -> None:
+        self._live[live.request.id] = live
+        self._admission.enter(live.request.key)
         self._changed.clear()
         if not any(other.sent for other in self._live.values()):
             self._heard_at = time.monotonic()  # a step is due from now on
-        if self._up and self._handle and not self._alone:
-            live.sent = True
-            self._handle.send(request)
-        return Stream(live, self.abort)
+        if self._up and not self._alone:
+            self._send(live)
 
-    def _admit(self, key: str) -> None:
-        """Raise Overloaded when the waiting queue is full. A key below its share of it is let in all the same, so
-        that no other key can fill the queue before it; the queue is bounded by twice its limit."""
-        schedule = self._config.schedule
-        running = self._stats.running if self._stats.waiting else schedule.max_num_seqs
-        waiting = len(self._live) - running
-        if self._live and waiting >= schedule.max_waiting:
-            held = Counter(live.request.key for live in self._live.values())
-            if held[key] < schedule.max_waiting // len(held | Counter([key])):
-                return
-            raise Overloaded(
-                f"{waiting} requests are waiting, at most {schedule.max_waiting} may (--max-waiting); try again later",
-                retry_after_s=self._rate.retry_after_s(waiting),
-            )
+    def give_away(self) -> list[Live]:
+        """The requests that no engine has on board, for another client to go on with: all but suspects."""
+        given = [live for live in self._live.values() if not live.sent and live.deaths < SUSPECT_AT]
+        for live in given:
+            del self._live[live.request.id]
+            self._admission.leave(live.request.key)
+        if not self._live:
+            self._changed.set()
+        return given
+
+    def take_over(self, live: Live) -> None:
+        """Go on with a request of another client, however many wait here: it was accepted."""
+        self._enter(live)
+
+    @property
+    def live(self) -> Collection[Live]:
+        """The requests in flight."""
+        return self._live.values()
+
+    @property
+    def up(self) -> bool:
+        """Is the engine there, for whatever request comes?"""
+        return self._up and self._alone is None and not self._draining
+
+    def holds(self, request_id: str) -> bool:
+        """Is there a request of that id in flight?"""
+        return request_id in self._live
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         live = self._live.get(request_id)
@@ -388,6 +434,10 @@ class Supervisor:
     @property
     def stats(self) -> Stats:
         return self._stats
+
+    @property
+    def replicas(self) -> Sequence[EngineClient]:
+        return ()
 
     def health(self) -> dict[str, Any]:
         state = self._state()

@@ -6,8 +6,6 @@ A reader that falls behind costs nothing but its own mailbox: one slot a choice,
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -16,7 +14,6 @@ from engine.api import AddRequest, Delta, FinishReason
 from engine.errors import OctavoError
 
 MERGE_AT = 32  # deltas that pile up in a slot before they become one
-RATE_WINDOW_S = 30.0
 
 
 def merge(deltas: list[Delta]) -> Delta:
@@ -168,26 +165,3 @@ class Stream(AsyncIterator[Delta]):
         # The collector may run in any thread; the client lives on its loop.
         if self._live.open and not self._live.failure and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._abort, self._live.request.id)
-
-
-class DrainRate:
-    """How many requests ended a second, over the last half minute."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._ended: deque[tuple[float, int]] = deque()
-
-    def add(self, count: int) -> None:
-        now = self._clock()
-        self._ended.append((now, count))
-        while self._ended[0][0] < now - RATE_WINDOW_S:
-            self._ended.popleft()
-
-    def retry_after_s(self, waiting: int) -> float:
-        """When about half of `waiting` will have found a place: from 1 to 60 s."""
-        now = self._clock()
-        recent = [(at, n) for at, n in self._ended if at >= now - RATE_WINDOW_S]
-        if not recent:
-            return 1.0
-        rate = sum(n for _, n in recent) / max(now - recent[0][0], 1.0)
-        return min(max(waiting / 2 / rate, 1.0), 60.0)

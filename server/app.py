@@ -48,12 +48,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Route:
-    """One operation. `body` is the wire type of its request."""
+    """One operation. `body` is the wire type of its request; `queued`: its work waits in the engine's queue."""
 
     method: str
     path: str
     handler: Handler
     body: type[msgspec.Struct] | None = None
+    queued: bool = False
     streams: bool = False
 
 
@@ -62,17 +63,19 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", status.get_model),
     Route("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, adapters.LoadRequest),
     Route("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, adapters.UnloadRequest),
-    Route("POST", "/v1/chat/completions", chat.chat_completions, protocol.ChatRequest, streams=True),
-    Route("POST", "/v1/completions", completions.completions, protocol.CompletionRequest, streams=True),
-    Route("POST", "/v1/responses", responses.create_response, responses_wire.ResponsesRequest, streams=True),
+    Route("POST", "/v1/chat/completions", chat.chat_completions, protocol.ChatRequest, queued=True, streams=True),
+    Route("POST", "/v1/completions", completions.completions, protocol.CompletionRequest, queued=True, streams=True),
+    Route(
+        "POST", "/v1/responses", responses.create_response, responses_wire.ResponsesRequest, queued=True, streams=True
+    ),
     Route("GET", "/v1/responses/{id}", responses.get_response),
     Route("DELETE", "/v1/responses/{id}", responses.delete_response),
     Route("POST", "/v1/responses/{id}/cancel", responses.cancel_response),
     Route("GET", "/v1/responses/{id}/input_items", responses.list_input_items),
-    Route("POST", "/v1/embeddings", embeddings.create_embeddings, embeddings.EmbeddingsRequest),
-    Route("POST", "/v1/score", embeddings.score, embeddings.ScoreRequest),
-    Route("POST", "/v1/rerank", embeddings.rerank, embeddings.RerankRequest),
-    Route("POST", "/v1/messages", messages.create_message, messages_wire.MessagesRequest, streams=True),
+    Route("POST", "/v1/embeddings", embeddings.create_embeddings, embeddings.EmbeddingsRequest, queued=True),
+    Route("POST", "/v1/score", embeddings.score, embeddings.ScoreRequest, queued=True),
+    Route("POST", "/v1/rerank", embeddings.rerank, embeddings.RerankRequest, queued=True),
+    Route("POST", "/v1/messages", messages.create_message, messages_wire.MessagesRequest, queued=True, streams=True),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, messages_wire.CountTokensRequest),
     Route("POST", "/v1/files", files.upload_file),
     Route("GET", "/v1/files", files.list_files),
@@ -127,7 +130,8 @@ def create_app(
     _add_page(app)
     app.openapi = lambda: document(ROUTES, service.version, service.model)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _framework_error)
-    app.add_middleware(Gate, settings=settings, metrics=service.metrics)
+    queued = frozenset(route.path for route in ROUTES if route.queued)
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics, admit=service.admit, queued=queued)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -71,11 +71,9 @@ class KeyLimits:
         self._tokens = {key.label: _Bucket(key.tokens_per_minute) for key in keys if key.tokens_per_minute}
         self._running = {key.label: 0 for key in keys}
 
-    @contextmanager
-    def admitted(self, key: ApiKey | None) -> Iterator[None]:
-        """Hold one of the key's places. Raises Overloaded, which says when to come again."""
+    def check(self, key: ApiKey | None) -> None:
+        """Raise Overloaded, which says when to come again, where the key has no place left."""
         if key is None:
-            yield
             return
         if key.max_concurrency and self._running[key.label] >= key.max_concurrency:
             raise Overloaded(f"this key may run {key.max_concurrency} requests at once", retry_after_s=1)
@@ -83,9 +81,17 @@ class KeyLimits:
         if tokens is not None and (wait := tokens.wait_for(1)) > 0:
             raise Overloaded(f"this key may use {key.tokens_per_minute} tokens per minute", retry_after_s=wait)
         requests = self._requests.get(key.label)
-        if requests is not None:
-            if (wait := requests.wait_for(1)) > 0:
-                raise Overloaded(f"this key may send {key.requests_per_minute} requests per minute", retry_after_s=wait)
+        if requests is not None and (wait := requests.wait_for(1)) > 0:
+            raise Overloaded(f"this key may send {key.requests_per_minute} requests per minute", retry_after_s=wait)
+
+    @contextmanager
+    def admitted(self, key: ApiKey | None) -> Iterator[None]:
+        """Hold one of the key's places. Raises Overloaded."""
+        if key is None:
+            yield
+            return
+        self.check(key)
+        if requests := self._requests.get(key.label):
             requests.take(1)
         self._running[key.label] += 1
         try:

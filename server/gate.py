@@ -1,10 +1,12 @@
-"""What every request passes: id, key, body size, error replies, counters. Pure ASGI, so that streams cost nothing."""
+"""What every request passes: id, key, room, body size, error replies, counters. Pure ASGI, so streams cost nothing."""
 
 from __future__ import annotations
 
 import logging
 import re
 import secrets
+import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,10 +38,24 @@ class Exchange:
 
 
 class Gate:
-    """Outermost part of the application, below CORS."""
+    """Outermost part of the application, below CORS.
 
-    def __init__(self, app: ASGIApp, *, settings: ServerSettings, metrics: Metrics) -> None:
+    Under overload most requests are refused, so that must cost next to nothing: `admit` raises for them here, before
+    their body is read, parsed, rendered and tokenised. `queued` are the paths of those that it is asked about.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: ServerSettings,
+        metrics: Metrics,
+        admit: Callable[[ApiKey | None], None],
+        queued: frozenset[str],
+    ) -> None:
         self._app = app
+        self._check_room = admit
+        self._queued = queued
         self._ring = KeyRing(settings.api_keys)
         self._metrics = metrics
         self._max_body = settings.max_body_bytes
@@ -49,6 +65,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began = time.monotonic()
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         asked = headers.get(b"x-request-id", "")
         exchange = Exchange(asked if _LABEL.fullmatch(asked) else secrets.token_hex(12))
@@ -70,7 +87,7 @@ class Gate:
             await self._app(scope, self._counted(receive, headers), send_out)
         except Exception as error:
             await self._fail(error, scope, exchange, send_out)
-        self._count(scope, exchange)
+        self._count(scope, exchange, time.monotonic() - began)
 
     def _admit(self, scope: Scope, headers: dict[bytes, str], exchange: Exchange) -> None:
         path = scope["path"]
@@ -81,6 +98,11 @@ class Gate:
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
             raise self._too_large(int(length))
+        if self._is_queued(scope):
+            self._check_room(exchange.key)
+
+    def _is_queued(self, scope: Scope) -> bool:
+        return scope["method"] == "POST" and scope["path"] in self._queued
 
     def _too_large(self, size: int) -> HTTPError:
         return HTTPError(413, f"the body has {size} bytes or more, the limit is {self._max_body}")
@@ -115,12 +137,14 @@ class Gate:
         await send({"type": "http.response.start", "status": reply.status, "headers": _json_headers(body)})
         await send({"type": "http.response.body", "body": body})
 
-    def _count(self, scope: Scope, exchange: Exchange) -> None:
+    def _count(self, scope: Scope, exchange: Exchange, took_s: float) -> None:
         route: Any = scope.get("route")
-        label = getattr(route, "path", "other")
+        label = getattr(route, "path", scope["path"] if self._is_queued(scope) else "other")
         self._metrics.http[scope["method"] if label != "other" else "other", label, exchange.status] += 1
         if exchange.status >= 400 and scope["method"] == "POST" and not exchange.generated:
             self._metrics.refused[_REFUSED.get(exchange.status, "failed")] += 1
+            if exchange.status in (429, 503):
+                self._metrics.refusal_time.observe(took_s)
 
 
 _REFUSED = {

@@ -182,6 +182,7 @@ class Metrics:
         self.prefill_time = Histogram("request_prefill_time_seconds", "From scheduled to the first token.", _LATENCY)
         self.decode_time = Histogram("request_decode_time_seconds", "From the first to the last token.", _LATENCY)
         self.inference_time = Histogram("request_inference_time_seconds", "From first scheduled to the end.", _LATENCY)
+        self.refusal_time = Histogram("refusal_time_seconds", "From arrival to the answer 429 or 503.", _TTFT)
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", _SIZES)
         self.request_generation_tokens = Histogram("request_generation_tokens", "Output tokens of a request.", _SIZES)
         self.request_preemptions = Histogram("request_num_preemptions", "Preemptions of a request.", _COUNTS)

@@ -29,7 +29,8 @@ from server.metrics import Metrics
 from server.parsers import OutputSyntax
 from server.protocol import HOSTED_ONLY, GenerationRequest, refuse_unsupported
 from server.responses_store import ResponseStore
-from server.settings import ServerSettings
+from server.settings import ApiKey, ServerSettings
+from server.traces import Traces
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -73,6 +74,11 @@ class Service:
             text = f"{self.version} {ready.model} {ready.dtype} {ready.kv_dtype} {ready.backend}"
             self._fingerprint = "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
         return self._fingerprint
+
+    def admit(self, key: ApiKey | None) -> None:
+        """Raise what would refuse any request of `key` now (Overloaded, EngineDead), before its body is read."""
+        self.client.admit(key.label if key else "")
+        self.key_limits.check(key)
 
     def request_template(self, source: str) -> ChatTemplate:
         """A template that came with a request, where the operator allows that."""

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.admission import DrainRate
 from engine.api import Abort, AddRequest, FinishReason
 from engine.client import ProcessClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDead, InvalidRequest, Overloaded
-from engine.streams import DrainRate
 from tests.engine.fake import STEP_S
 from tests.engine.streams_of import FACTORY, Read, local_client, process_client, read, read_all, request, take
 

@@ -69,9 +69,12 @@ class FakeClient:
             backend="fake",
         )
 
-    def submit(self, request: AddRequest) -> AsyncIterator[Delta]:
+    def admit(self, key: str) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(self, request: AddRequest) -> AsyncIterator[Delta]:
+        self.admit(request.key)
         if len(request.prompt) > 1024:
             raise InvalidRequest("can never fit")
         if len(self.live) >= 100:
