@@ -13,6 +13,7 @@ from engine.simulate.cluster import Report, Routing, simulate
 from engine.simulate.cost import DEVICES, CostModel, ModelSize, load_fit, roofline
 from engine.simulate.setup import CoreSettings, Geometry, pool_of
 from engine.simulate.trace import Arrival, at_rate, generate, load, within
+from server.plot import bars, document
 
 DESCRIPTION = """Replays a trace at a rate on simulated replicas: real scheduler, KV memory, prefix cache, preemption;
 the time of a step comes from a fit to measured steps (octavo bench steps --json FILE) or a device's roofline."""
@@ -164,24 +165,15 @@ def _sweep(args: argparse.Namespace, trace: list[Arrival], rate: float, cost: Co
             rows.append((f"block size {size}", _run(args, trace, rate, args.replicas, cost, changed_pool)))
     _print(rows)
     if args.plot:
-        Path(args.plot).write_text(_svg(args.sweep, rows))
+        late = [(name, 1e3 * report.percentile("ttft", SHARE)) for name, report in rows]
+        panel = bars(
+            f"TTFT p{round(100 * SHARE)} in ms by {args.sweep}",
+            [(name, [value]) for name, value in late],
+            top=max(value for _, value in late),
+            shown="{:.0f}".format,
+        )
+        Path(args.plot).write_text(document(panel))
     return _write(args, {"sweep": args.sweep, "rows": {name: _figures(report) for name, report in rows}})
-
-
-def _svg(title: str, rows: list[tuple[str, Report]]) -> str:
-    """Bars of TTFT p95."""
-    values = [1e3 * report.percentile("ttft", SHARE) for _, report in rows]
-    top = max(values) or 1.0
-    bars = "".join(
-        f'<text x="8" y="{44 + 26 * i}">{name}</text><rect x="150" y="{32 + 26 * i}" width="{400 * v / top:.1f}" '
-        f'height="16" fill="#3b6fd4"/><text x="{156 + 400 * v / top:.1f}" y="{44 + 26 * i}">{v:.0f} ms</text>'
-        for i, ((name, _), v) in enumerate(zip(rows, values, strict=True))
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{46 + 26 * len(rows)}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="8" y="18" font-size="14">TTFT '
-        f"p{round(100 * SHARE)} by {title}</text>{bars}</svg>\n"
-    )
 
 
 def _write(args: argparse.Namespace, figures: dict[str, Any]) -> int:

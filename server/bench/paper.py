@@ -12,13 +12,11 @@ import json
 from pathlib import Path
 
 from engine.bench.drive import Bench
-from engine.bench.paper import Curve, Paper, reproduce
+from engine.bench.paper import Paper, reproduce
 from engine.errors import ConfigError
 from engine.simulate.trace import generate, load, within
 from server.bench.steps import add_model_arguments, model_settings
-
-COLOURS = {"static": "#999999", "reserved": "#d4743b", "paged": "#3b6fd4"}
-PLOT = 420, 260  # pixels
+from server.plot import bars, curves, document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +63,7 @@ def show(paper: Paper) -> None:
             f"{w.requests_per_s:>8.2f}{1e3 * w.token_latency:>10.0f}{1e3 * w.tpot:>10.1f}"
         )
     ways = {w.name: w for w in paper.ways}
-    static, reserved, paged = (ways[name].tokens_per_s for name in COLOURS)
+    static, reserved, paged = (ways[name].tokens_per_s for name in ("static", "reserved", "paged"))
     print(f"paged against reserved {paged / reserved:.2f} times the throughput, against static {paged / static:.2f}\n")
     limit = latency_limit(paper)
     rates = paper.at_latency(limit)
@@ -84,39 +82,12 @@ def latency_limit(paper: Paper) -> float:
 
 def svg(paper: Paper) -> str:
     """Left: memory wasted. Right: normalised latency by rate."""
-    width, height = PLOT
-    bars = "".join(
-        f'<text x="20" y="{62 + 44 * i}">{w.name}</text><rect x="90" y="{48 + 44 * i}" width="{200 * w.waste:.1f}" '
-        f'height="20" fill="{COLOURS[w.name]}"/>'
-        f'<text x="{96 + 200 * w.waste:.1f}" y="{62 + 44 * i}">{w.waste:.1%}</text>'
-        for i, w in enumerate(paper.ways)
-    )
+    names = [w.name for w in paper.ways]
+    shares = [("", [w.waste for w in paper.ways])]
+    waste = bars("KV memory without a token in it", shares, legend=names, top=1, shown="{:.1%}".format)
     top, last = 2 * latency_limit(paper), paper.curves[0].rates[-1]
-    lines = "".join(_line(curve, top, last) for curve in paper.curves)
-    axis = (
-        f'<path d="M380 40V{40 + height}H{380 + width}" fill="none" stroke="black"/>'
-        f'<text x="380" y="{56 + height}">0</text>'
-        f'<text x="{330 + width}" y="{56 + height}">{last:.1f} requests/s</text>'
-        f'<text x="386" y="50">{1e3 * top:.0f} ms a token</text>'
+    lines = [(curve.name, zip(curve.rates, curve.latencies, strict=True)) for curve in paper.curves]
+    latency = curves(
+        "latency by rate", lines, right=last, top=top, x=f"{last:.1f} requests/s", y=f"{1e3 * top:.0f} ms a token"
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="840" height="{70 + height}" font-family="sans-serif" '
-        f'font-size="11"><rect width="100%" height="100%" fill="white"/><text x="20" y="24" font-size="14">KV memory '
-        f'without a token in it</text><text x="380" y="24" font-size="14">latency by rate</text>'
-        f"{bars}{axis}{lines}</svg>\n"
-    )
-
-
-def _line(curve: Curve, top: float, last: float) -> str:
-    width, height = PLOT
-    points, end = [], (0.0, 0.0)
-    for rate, latency in zip(curve.rates, curve.latencies, strict=True):
-        end = 380 + width * rate / last, 40 + height * (1 - min(latency, top) / top)
-        points.append(f"{end[0]:.1f},{end[1]:.1f}")
-        if latency > top:
-            break
-    colour = COLOURS[curve.name]
-    return (
-        f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        f'<text x="{end[0] - 30:.1f}" y="{end[1] + 14:.1f}" fill="{colour}">{curve.name}</text>'
-    )
+    return document(waste, latency)

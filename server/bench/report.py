@@ -7,8 +7,7 @@ import statistics
 from typing import Any
 
 from server.bench.load import Outcome
-
-COLOURS = ("#3b6fd4", "#d4743b")
+from server.plot import bars, document
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -117,26 +116,9 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, fl
 
 
 def svg(title: str, labels: list[str], summaries: list[dict[str, Any]]) -> str:
-    """Bars of each figure, one colour a server, each figure scaled to its larger bar."""
-    rows = [(name, key, part) for name, key, part, _ in RATIOS]
-    bars, y = [], 48
-    for name, key, part in rows:
-        values = [float((s[key].get(part) if part else s[key]) or 0.0) for s in summaries]
-        top = max(values) or 1.0
-        bars.append(f'<text x="8" y="{y + 14}" class="name">{name}</text>')
-        for i, value in enumerate(values):
-            width = 420 * value / top
-            bars.append(f'<rect x="110" y="{y}" width="{width:.1f}" height="14" fill="{COLOURS[i % 2]}"/>')
-            bars.append(f'<text x="{116 + width:.1f}" y="{y + 12}">{value:.1f}</text>')
-            y += 17
-        y += 9
-    legend = "".join(
-        f'<rect x="{110 + 230 * i}" y="28" width="10" height="10" fill="{COLOURS[i % 2]}"/>'
-        f'<text x="{126 + 230 * i}" y="37">{label}</text>'
-        for i, label in enumerate(labels)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{y + 8}" font-family="sans-serif" '
-        f'font-size="11"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="8" y="18" font-size="14">{title}</text>{legend}{"".join(bars)}</svg>\n'
-    )
+    """Bars of each figure, one for each server, each figure scaled to its largest bar."""
+    groups = [
+        (name, [float((s[key].get(part) if part else s[key]) or 0.0) for s in summaries])
+        for name, key, part, _ in RATIOS
+    ]
+    return document(bars(title, groups, legend=labels))
