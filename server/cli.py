@@ -10,8 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from engine import config
@@ -89,6 +89,18 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         self._action_max_length = 14  # room for every command: argparse forgets that they are indented
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command with flags of its own."""
+
+    name: str
+    about: str
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    usage: str | None = None
+    epilog: str | None = None
+
+
 class HelpAll(argparse.Action):
     """`--help-all`: the help with every flag in it."""
 
@@ -111,68 +123,51 @@ def parser() -> Parser:
     top = Parser(prog="octavo", description="Serve language models over an OpenAI-compatible API.", epilog=EPILOG)
     top.add_argument("--version", action="version", version=f"octavo {program_version()}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, **kwargs: Any) -> Parser:
-        sub = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".", **kwargs)
-        sub.set_defaults(run=run, parser=sub)
-        return sub
-
-    serve = command(
-        "serve", run_serve, "serve a model over HTTP", epilog=SERVE_EPILOG, usage="octavo serve [MODEL] [FLAGS]"
-    )
-    config.add_options(serve, ALL_GROUPS, everything=False)
-    _help_all(serve)
-
-    pull = command("pull", run_pull, "fetch a model, convert it if need be, and say where it is")
-    pull.add_argument("model", nargs="?", default="smollm2", help="name, path or hub id [smollm2]")
-    pull.add_argument("--revision", default="", metavar="REV", help="branch, tag or commit of a hub model")
-
-    chat = command(
-        "chat",
-        run_chat,
-        "talk to a model in the terminal, in this process or on a server",
-        epilog=CHAT_EPILOG,
-        usage="octavo chat [MODEL] [FLAGS]",
-    )
-    chat.add_argument("--url", default="", help="a server to talk to, e.g. http://127.0.0.1:8000")
-    chat.add_argument("--api-key", dest="client_key", default="", metavar="KEY", help="the key that the server wants")
-    chat.add_argument("--system", default="", metavar="TEXT", help="system message")
-    chat.add_argument("--temperature", type=float, default=0.7, metavar="N", help="0 = always the likeliest [0.7]")
-    chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="length of an answer at most [512]")
-    config.add_options(chat, config.ENGINE_GROUPS, everything=False)
-
-    settings = command(
-        "config",
-        run_config,
-        "show the resolved settings and where each comes from",
-        usage="octavo config show [MODEL] [FLAGS OF SERVE]",
-    )
-    settings.add_argument("action", nargs="?", choices=("show",), default="show", help="show")
-    settings.add_argument("--json", action="store_true", help="as JSON")
-    config.add_options(settings, ALL_GROUPS, everything=False)
-    _help_all(settings)
-
-    doctor = command(
-        "doctor",
-        run_doctor,
-        "say what this machine can do, and what would be chosen and why",
-        usage="octavo doctor [MODEL] [FLAGS]",
-    )
-    doctor.add_argument("--json", action="store_true", help="as JSON")
-    config.add_options(doctor, config.ENGINE_GROUPS, everything=False)
-
+    for command in COMMANDS:
+        about = command.about[0].upper() + command.about[1:] + "."
+        sub = commands.add_parser(
+            command.name, help=command.about, description=about, usage=command.usage, epilog=command.epilog
+        )
+        sub.set_defaults(run=command.run, parser=sub)
+        command.add_arguments(sub)
     # Only for the list: `main` hands these to their own modules.
     commands.add_parser("bench", help="measure a server, steps, kernels (octavo bench NAME --help)")
-    if find_spec("server.plan"):
-        commands.add_parser("plan", help="plan capacity with the real scheduler on a virtual clock")
-
-    completion = command("completion", run_completion, "print a completion script for your shell")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    commands.add_parser("plan", help="plan capacity with the real scheduler on a virtual clock")
     return top
 
 
-def _help_all(sub: argparse.ArgumentParser) -> None:
+def _serve_arguments(sub: argparse.ArgumentParser) -> None:
+    config.add_options(sub, ALL_GROUPS, everything=False)
     sub.add_argument("--help-all", action=HelpAll, nargs=0, help="show every flag")
+
+
+def _pull_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", nargs="?", default="smollm2", help="name, path or hub id [smollm2]")
+    sub.add_argument("--revision", default="", metavar="REV", help="branch, tag or commit of a hub model")
+
+
+def _chat_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--url", default="", help="a server to talk to, e.g. http://127.0.0.1:8000")
+    sub.add_argument("--api-key", dest="client_key", default="", metavar="KEY", help="the key that the server wants")
+    sub.add_argument("--system", default="", metavar="TEXT", help="system message")
+    sub.add_argument("--temperature", type=float, default=0.7, metavar="N", help="0 = always the likeliest [0.7]")
+    sub.add_argument("--max-tokens", type=int, default=512, metavar="N", help="length of an answer at most [512]")
+    config.add_options(sub, config.ENGINE_GROUPS, everything=False)
+
+
+def _config_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("action", nargs="?", choices=("show",), default="show", help="show")
+    sub.add_argument("--json", action="store_true", help="as JSON")
+    _serve_arguments(sub)
+
+
+def _doctor_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", action="store_true", help="as JSON")
+    config.add_options(sub, config.ENGINE_GROUPS, everything=False)
+
+
+def _completion_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 def program_version() -> str:
@@ -249,19 +244,18 @@ def run_module(command: str, rest: Sequence[str]) -> int:
     """`octavo bench NAME ...` and `octavo plan ...`: modules with `add_arguments(parser)` and `main(args)`."""
     name = "server.plan"
     if command == "bench":
-        benches = [name for name in BENCHES if find_spec(f"server.bench.{name}")]
         chosen = rest[0] if rest else "--help"
         if chosen in ("-h", "--help"):
             print("usage: octavo bench NAME ...\n")
-            for bench in benches:
+            for bench in BENCHES:
                 about = importlib.import_module(f"server.bench.{bench}").__doc__ or ""
                 print(f"  {bench:<8}  {about.split(chr(10))[0].split(': ', 1)[-1]}")
             print("\nEach has its own --help.")
             return 0
-        if chosen not in benches:
-            near = difflib.get_close_matches(chosen, benches, 1)
+        if chosen not in BENCHES:
+            near = difflib.get_close_matches(chosen, BENCHES, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"bench {chosen}: no such benchmark among {', '.join(benches)}{hint}")
+            raise ConfigError(f"bench {chosen}: no such benchmark among {', '.join(BENCHES)}{hint}")
         name, rest, command = f"server.bench.{chosen}", rest[1:], f"bench {chosen}"
     module = importlib.import_module(name)
     sub = Parser(prog=f"octavo {command}", description=(module.__doc__ or "").split("\n\n")[0])
@@ -276,11 +270,47 @@ def run_completion(args: argparse.Namespace) -> int:
     return 0
 
 
+COMMANDS = (
+    Command(
+        "serve",
+        "serve a model over HTTP",
+        run_serve,
+        _serve_arguments,
+        usage="octavo serve [MODEL] [FLAGS]",
+        epilog=SERVE_EPILOG,
+    ),
+    Command("pull", "fetch a model, convert it if need be, and say where it is", run_pull, _pull_arguments),
+    Command(
+        "chat",
+        "talk to a model in the terminal, in this process or on a server",
+        run_chat,
+        _chat_arguments,
+        usage="octavo chat [MODEL] [FLAGS]",
+        epilog=CHAT_EPILOG,
+    ),
+    Command(
+        "config",
+        "show the resolved settings and where each comes from",
+        run_config,
+        _config_arguments,
+        usage="octavo config show [MODEL] [FLAGS OF SERVE]",
+    ),
+    Command(
+        "doctor",
+        "say what this machine can do, and what would be chosen and why",
+        run_doctor,
+        _doctor_arguments,
+        usage="octavo doctor [MODEL] [FLAGS]",
+    ),
+    Command("completion", "print a completion script for your shell", run_completion, _completion_arguments),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. What the user can put right is one line on stderr and exit code 2."""
     try:
         given = list(sys.argv[1:] if argv is None else argv)
-        if given and (given[0] == "bench" or (given[0] == "plan" and find_spec("server.plan"))):
+        if given and given[0] in ("bench", "plan"):
             return run_module(given[0], given[1:])
         if not given:
             parser().print_help()
