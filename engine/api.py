@@ -21,6 +21,10 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # this request failed; `Delta.error` says why
 
 
+# What becomes of the hidden states of a text: the last token's, the mean of all, or (encoders) the first token's.
+Pooling = Literal["last", "mean", "cls"]
+
+
 class Grammar(msgspec.Struct, frozen=True, tag=True):
     """A constraint on the output, enforced by llguidance token masks."""
 
@@ -69,7 +73,7 @@ class AddRequest(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, 
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prefix-cache partition (tenant)
     adapter: str = ""  # LoRA adapter name; "" = base model
-    pooling: Literal["", "last", "mean"] = ""  # non-empty: an embedding request, no tokens are generated
+    pooling: Pooling | Literal[""] = ""  # non-empty: an embedding request, no tokens are generated
     deadline: float | None = None  # time.time() after which it ends with ABORT
     ttft_deadline: float | None = None  # the same, but only until the first token
     resume: tuple[tuple[int, ...], ...] = ()
@@ -160,12 +164,17 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     cow_copies: int = 0
     cost_swap_s: float = 0.0  # the last decision's two costs
     cost_recompute_s: float = 0.0
+    cost_bring_s: float = 0.0  # of the last prefix hit below the device: to move it up, to compute it
+    cost_compute_s: float = 0.0
+    copy_bytes_per_s: dict[str, float] = {}  # measured, by kind of KV operation: out, in, disk_out, disk_in
+    prefill_tokens_per_s: float = 0.0
     spec_proposed: int = 0
     spec_accepted: int = 0
     step_s: float = 0.0  # total wall time of steps
     step_tokens: int = 0  # tokens computed
     schedule_s: float = 0.0  # total time spent outside of the worker
     sample_s: float = 0.0
+    guess_s: float = 0.0  # total time that speculation took to guess
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -181,6 +190,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     dtype: str
     kv_dtype: str
     backend: str  # what computes: "cpu/amx", "reference", "cuda", ...
+    generates: bool = True  # False: an encoder, which gives vectors alone
+    poolings: tuple[Pooling, ...] = ("mean", "last")  # that it can do, the default first
     notes: tuple[str, ...] = ()  # what was chosen and why, for the start-up log
 
 

@@ -29,6 +29,8 @@ _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 2
 _SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _COUNTS = (1, 2, 5, 10, 20)
 
+_MOVES = {"out": "device_to_host", "in": "host_to_device", "disk_out": "host_to_disk", "disk_in": "disk_to_host"}
+
 
 class Histogram:
     """Counts by bucket; `observe` is one bisection."""
@@ -59,6 +61,7 @@ class RequestRecord:
         self._metrics = metrics
         self._open = True
         self.counted = False
+        self.ended = ""  # why; one of FINISHED
         self.arrival = time.monotonic()
         self._first = 0.0
         self._last = [0.0] * choices
@@ -95,6 +98,7 @@ class RequestRecord:
             return
         self._open = False
         self.counted = True
+        self.ended = reason
         metrics = self._metrics
         metrics.in_flight -= 1
         metrics.finished[reason] += 1
@@ -119,40 +123,48 @@ class RequestRecord:
 
 
 class _Page:
-    """Lines of the text format 0.0.4. `labels` are those that every sample has."""
+    """Lines of the text format 0.0.4 by metric, so that several engines' samples of one metric stand together.
+
+    `labels` are those that every sample has.
+    """
 
     def __init__(self, prefix: str, labels: str) -> None:
         self._prefix = prefix
-        self._labels = labels
-        self.lines: list[str] = []
+        self.labels = labels
+        self._metrics: dict[str, list[str]] = {}
 
-    def head(self, name: str, kind: str, help: str) -> str:
-        """Start a metric; returns its full name."""
+    @property
+    def lines(self) -> list[str]:
+        return [line for metric in self._metrics.values() for line in metric]
+
+    def head(self, name: str, kind: str, help: str) -> tuple[str, list[str]]:
+        """Start or continue a metric; its full name, and its lines."""
         full = self._prefix + name
-        self.lines.append(f"# HELP {full} {help}\n# TYPE {full} {kind}")
-        return full
+        return full, self._metrics.setdefault(full, [f"# HELP {full} {help}\n# TYPE {full} {kind}"])
 
     def one(self, kind: str, name: str, help: str, value: float) -> None:
         """A metric with one sample."""
-        self.lines.append(f"{self.head(name, kind, help)}{{{self._labels}}} {value}")
+        full, lines = self.head(name, kind, help)
+        lines.append(f"{full}{{{self.labels}}} {value}")
 
     def by(self, kind: str, name: str, help: str, label: str, values: Mapping[str, float]) -> None:
         """A metric with one sample per value of `label`."""
-        full = self.head(name, kind, help)
-        self.lines += [f'{full}{{{self._labels},{label}="{_escaped(key)}"}} {v}' for key, v in values.items()]
+        full, lines = self.head(name, kind, help)
+        lines += [f'{full}{{{self.labels},{label}="{_escaped(key)}"}} {v}' for key, v in values.items()]
 
     def info(self, name: str, help: str, values: Mapping[str, str]) -> None:
         """A gauge of 1 whose labels are the information."""
+        full, lines = self.head(name, "gauge", help)
         text = "".join([f',{key}="{_escaped(value)}"' for key, value in values.items()])
-        self.lines.append(f"{self.head(name, 'gauge', help)}{{{self._labels}{text}}} 1")
+        lines.append(f"{full}{{{self.labels}{text}}} 1")
 
     def histogram(self, h: Histogram) -> None:
-        full = self.head(h.name, "histogram", h.help)
+        full, lines = self.head(h.name, "histogram", h.help)
         total = 0
         for le, count in zip(h.labels, h.counts, strict=True):
             total += count
-            self.lines.append(f'{full}_bucket{{{self._labels},le="{le}"}} {total}')
-        self.lines.append(f"{full}_sum{{{self._labels}}} {h.sum}\n{full}_count{{{self._labels}}} {total}")
+            lines.append(f'{full}_bucket{{{self.labels},le="{le}"}} {total}')
+        lines.append(f"{full}_sum{{{self.labels}}} {h.sum}\n{full}_count{{{self.labels}}} {total}")
 
 
 def _escaped(value: str) -> str:
@@ -196,13 +208,24 @@ class Metrics:
         if self._aliases:
             pages.append(_Page("vllm:", f'{model},engine="0"'))
         for page in pages:
-            self._write_engine(page)
+            self._write_engines(page)
             self._write_requests(page)
+            page.info("build_info", "Version of the server.", self._build)
         return ("\n".join([line for page in pages for line in page.lines]) + "\n").encode()
 
-    def _write_engine(self, page: _Page) -> None:
-        s = self._client.stats
-        health = self._client.health()
+    def _write_engines(self, page: _Page) -> None:
+        """Of one engine as it is; several have a label `replica`, under vLLM's names another `engine`."""
+        common = page.labels
+        for i, client in enumerate(self._client.replicas):
+            page.labels = common.replace('engine="0"', f'engine="{i}"') + f',replica="{i}"'
+            self._write_engine(page, client)
+        page.labels = common
+        if not self._client.replicas:
+            self._write_engine(page, self._client)
+
+    def _write_engine(self, page: _Page, client: EngineClient) -> None:
+        s = client.stats
+        health = client.health()
         used = s.blocks_total - s.blocks_free
         page.one("gauge", "num_requests_running", "Requests in the running batch.", s.running)
         page.one("gauge", "num_requests_waiting", "Requests that wait to be scheduled.", s.waiting)
@@ -215,16 +238,19 @@ class Metrics:
         restarts = health["engine"]["restarts"]
         page.one("counter", "engine_restarts_total", "Restarts of the engine process.", restarts)
         self._write_cache(page, s)
-        phases = {"schedule": s.schedule_s, "sample": s.sample_s}
-        phases["forward"] = max(0.0, s.step_s - s.schedule_s - s.sample_s)
+        ready = client.ready if health["status"] != "loading" else None
+        phases = {"schedule": s.schedule_s, "sample": s.sample_s, "guess": s.guess_s}
+        phases["forward"] = max(0.0, s.step_s - sum(phases.values()))
         page.by("counter", "step_seconds_total", "Wall time of engine steps, by phase.", "phase", phases)
         page.one("counter", "steps_total", "Engine steps.", s.step)
         page.one("counter", "step_tokens_total", "Tokens computed by steps, prompt and output.", s.step_tokens)
         page.one("counter", "spec_decode_num_draft_tokens_total", "Tokens proposed by speculation.", s.spec_proposed)
         page.one("counter", "spec_decode_num_accepted_tokens_total", "Proposed tokens accepted.", s.spec_accepted)
-        if health["status"] != "loading":
-            page.info("cache_config_info", "Shape of the KV cache.", _cache_config(self._client.ready))
-        page.info("build_info", "Version of the server.", self._build)
+        if ready is not None:
+            page.info("cache_config_info", "Shape of the KV cache.", _cache_config(ready))
+            size = ready.kv_bytes_per_block
+            moved = {"out": s.swap_out_blocks * size, "in": s.swap_in_blocks * size}
+            page.by("counter", "swap_bytes_total", "Bytes of KV moved.", "direction", moved)
 
     def _write_cache(self, page: _Page, s: Stats) -> None:
         page.one("counter", "prefix_cache_queries_total", "Tokens looked up in the prefix cache.", s.prefix_queries)
@@ -236,12 +262,13 @@ class Metrics:
         page.by("counter", "num_preemptions_total", "Preemptions of running requests.", "kind", kinds)
         cost = {"swap": s.cost_swap_s, "recompute": s.cost_recompute_s}
         page.by("gauge", "preemption_cost_seconds", "Both costs at the last preemption.", "kind", cost)
+        hit = {"bring": s.cost_bring_s, "compute": s.cost_compute_s}
+        page.by("gauge", "promotion_cost_seconds", "Both costs at the last hit below the device.", "kind", hit)
+        rates = {_MOVES[kind]: rate for kind, rate in s.copy_bytes_per_s.items()}
+        page.by("gauge", "kv_copy_bytes_per_second", "Measured rates of KV moves between tiers.", "move", rates)
+        page.one("gauge", "prefill_tokens_per_second", "Measured rate of computing prompts.", s.prefill_tokens_per_s)
         moved = {"out": s.swap_out_blocks, "in": s.swap_in_blocks}
         page.by("counter", "swap_blocks_total", "KV blocks moved between device and host.", "direction", moved)
-        if self._client.health()["status"] != "loading":
-            size = self._client.ready.kv_bytes_per_block
-            moved = {direction: blocks * size for direction, blocks in moved.items()}
-            page.by("counter", "swap_bytes_total", "Bytes of KV moved.", "direction", moved)
         page.one("counter", "cow_copies_total", "Blocks copied on write.", s.cow_copies)
 
     def _write_requests(self, page: _Page) -> None:
@@ -256,8 +283,8 @@ class Metrics:
         for value in vars(self).values():
             if isinstance(value, Histogram):
                 page.histogram(value)
-        full = page.head("http_requests_total", "counter", "HTTP responses.")
-        page.lines += [
+        full, lines = page.head("http_requests_total", "counter", "HTTP responses.")
+        lines += [
             f'{full}{{method="{method}",route="{_escaped(route)}",code="{code}"}} {count}'
             for (method, route, code), count in self.http.items()
         ]

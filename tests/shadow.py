@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from engine.core.plan import LAST_SAMPLED, Geometry, KVOp, Plan, Result, Row, RowResult, Sampled, SlotParams
+from engine.core.plan import LAST_SAMPLED, Copied, Geometry, KVOp, Plan, Result, Row, RowResult, Sampled, SlotParams
 from engine.errors import RequestFailed
 
 EMPTY = -7  # a KV entry that was never written
@@ -111,13 +111,13 @@ class ShadowExecutor:
             self.slots[slot] = Slot(params)
         rows = tuple(self._row(row) for row in plan.rows)
         tokens = sum(len(row.tokens) for row in plan.rows)
-        moved = sum(op.kind not in ("map", "unmap") for op in plan.ops)
+        moved = Counter(op.kind for op in plan.ops if op.kind not in ("map", "unmap"))
+        size = self.geometry.bytes_per_block
         self.results.append(
             Result(
                 rows,
                 compute_s=tokens * self.compute_s_per_token,
-                copy_s=moved * self.copy_s_per_block,
-                copy_bytes=moved * self.geometry.bytes_per_block,
+                copies=tuple(Copied(kind, n * size, n * self.copy_s_per_block) for kind, n in moved.items()),
             )
         )
 

@@ -76,8 +76,8 @@ class Pool:
         rates = []
         for first in range(1, blocks // 2, max(1, blocks // 8)):
             ops = tuple(KVOp("copy", first + i, blocks // 2 + i) for i in range(min(64, blocks - blocks // 2)))
-            result = self.run((), ops)[1]
-            rates.append(result.copy_bytes / result.copy_s)
+            (copied,) = self.run((), ops)[1].copies
+            rates.append(copied.size_bytes / copied.seconds)
         return statistics.median(rates)
 
     def run(self, rows: tuple[Row, ...], ops: tuple[KVOp, ...] = ()) -> tuple[float, Result]:

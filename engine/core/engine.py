@@ -76,7 +76,7 @@ class EngineCore:
         A step that raises ends the requests of that step and no others.
         """
         began = time.perf_counter()
-        waited = self._waited_s
+        waited, guessed = self._waited_s, self.scheduler.guess_s
         plan = self.scheduler.schedule()
         refused = self._submit(plan) if plan is not None else None
         # Guesses follow tokens that are known: where there are any, no step is planned ahead.
@@ -89,7 +89,7 @@ class EngineCore:
         if plan is not None or waited:
             took = time.perf_counter() - began
             self._step_s += took
-            self._schedule_s += took - waited
+            self._schedule_s += took - waited - (self.scheduler.guess_s - guessed)
         elif not self._ledger.deltas:
             time.sleep(IDLE_S)
         return StepOut(tuple(self._ledger.take_deltas()), self.stats())
@@ -132,7 +132,8 @@ class EngineCore:
         if self._proposer is not None:
             drafts = sum(row.drafts for row in plan.rows)
             self._proposer.saw_step(len(plan.rows), tokens, drafts, result.compute_s + result.sample_s)
-        self.costs.saw_copy(result.copy_bytes, result.copy_s)
+        for copied in result.copies:
+            self.costs.saw_copy(copied.kind, copied.size_bytes, copied.seconds)
         if tokens >= MEASURED_PREFILL and tokens >= 2 * len(plan.rows):
             self.costs.saw_prefill(tokens, result.compute_s)
 
@@ -178,8 +179,10 @@ class EngineCore:
         self._adapters.add(name)
 
     def close(self) -> None:
-        """Let the executor go. Idempotent."""
+        """Let the executor go, and what guesses. Idempotent."""
         self._executor.close()
+        if self._proposer is not None:
+            self._proposer.close()
 
     def inspect(self, what: str, request_id: str = "") -> Any:
         """A JSON-able snapshot: "kv" (every block), "requests" (all, and those that ended lately), "request",
@@ -227,12 +230,17 @@ class EngineCore:
             cow_copies=usage.copies,
             cost_swap_s=counters.cost_swap_s,
             cost_recompute_s=counters.cost_recompute_s,
+            cost_bring_s=counters.cost_bring_s,
+            cost_compute_s=counters.cost_compute_s,
+            copy_bytes_per_s=dict(self.costs.copy_rates),
+            prefill_tokens_per_s=self.costs.prefill_rate,
             spec_proposed=counters.spec_proposed,
             spec_accepted=counters.spec_accepted,
             step_s=self._step_s,
             step_tokens=self._step_tokens,
             schedule_s=self._schedule_s,
             sample_s=self._sample_s,
+            guess_s=scheduler.guess_s,
         )
 
 

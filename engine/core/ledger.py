@@ -24,6 +24,8 @@ class Counters:
         self.preemptions_recompute = 0
         self.cost_swap_s = 0.0
         self.cost_recompute_s = 0.0
+        self.cost_bring_s = 0.0
+        self.cost_compute_s = 0.0
         self.spec_proposed = 0
         self.spec_accepted = 0
 

@@ -11,7 +11,7 @@ from engine.core.policy import how
 from engine.core.proposer import Proposer
 from engine.core.queue import Running, Waiting
 from engine.core.request import Request, Sequence, Status
-from engine.kv import KVManager
+from engine.kv import KVManager, Promotion
 from engine.kv.costs import Costs
 
 
@@ -61,7 +61,22 @@ class Life:
         seq.computed = seq.confirmed = found
         if request.cached < 0:
             request.cached = min(found, request.prompt_len)
+        if (promotion := self._kv.promotion(seq.id)) is not None:
+            self._note_promotion(seq, promotion)
         return True
+
+    def _note_promotion(self, seq: Sequence, promotion: Promotion) -> None:
+        counters, rates = self._ledger.counters, self._costs.copy_rates
+        counters.cost_bring_s, counters.cost_compute_s = promotion.bring_s, promotion.compute_s
+        seq.request.note(
+            self._clock(),
+            "promoted",
+            choice=seq.choice,
+            **promotion._asdict(),
+            in_bytes_per_s=rates["in"],
+            disk_in_bytes_per_s=rates["disk_in"],
+            prefill_tokens_per_s=self._costs.prefill_rate,
+        )
 
     def run(self, seq: Sequence) -> None:
         """A sequence that has its KV takes a slot."""
@@ -120,6 +135,9 @@ class Life:
             why=why,
             cost_swap_s=decision.swap_s if math.isfinite(decision.swap_s) else None,
             cost_recompute_s=decision.recompute_s,
+            out_bytes_per_s=self._costs.copy_rates["out"],
+            in_bytes_per_s=self._costs.copy_rates["in"],
+            prefill_tokens_per_s=self._costs.prefill_rate,
         )
         self._stop_running(seq, Status.SWAPPED if swapped else Status.WAITING)
 

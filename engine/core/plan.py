@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     top: int = -1  # >= 0: return this many alternatives with the sampled tokens (beam search needs 2 x width)
     score: int = -1  # >= 0: prompt logprobs with that many alternatives at each position of this row ...
     targets: tuple[int, ...] = ()  # ... of these tokens (the token after each position)
-    pooling: Literal["", "last", "mean"] = ""  # return hidden states: of the last token, or their running sum
+    pooling: Literal["", "last", "mean", "cls"] = ""  # return hidden states: of the last or first token, or their sum
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -100,13 +100,20 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     hidden: bytes = b""  # float32 little-endian [hidden_size]
 
 
+class Copied(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a step's KV operations of one kind moved, and how long that took."""
+
+    kind: str
+    size_bytes: int
+    seconds: float
+
+
 class Result(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a step gave. Times in seconds; copies are the step's KV operations."""
+    """What a step gave. Times in seconds."""
 
     rows: tuple[RowResult, ...]
     compute_s: float = 0.0
-    copy_s: float = 0.0
-    copy_bytes: int = 0
+    copies: tuple[Copied, ...] = ()  # one for each kind of KV operation that moved anything
     sample_s: float = 0.0
 
 

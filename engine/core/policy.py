@@ -61,5 +61,8 @@ def how(mode: str, seq: Sequence, kv: KVManager, costs: Costs) -> Decision:
     blocks = None if mode == "recompute" or seq.request.add.pooling == "mean" else kv.swap_blocks(seq.id, seq.confirmed)
     if blocks is None or seq.confirmed == 0:
         return Decision("recompute", float("inf"), recompute_s)
-    swap_s = costs.copy_s(sum(blocks))
-    return Decision("swap" if mode == "swap" or swap_s < recompute_s else "recompute", swap_s, recompute_s)
+    swap_s = costs.swap_s(*blocks)
+    if mode == "swap" or swap_s < recompute_s:
+        return Decision("swap", swap_s, recompute_s)
+    costs.doubt(blocks[1], "out", "in")
+    return Decision("recompute", swap_s, recompute_s)

@@ -34,6 +34,16 @@ class Usage:
     copies: int = 0  # copy-on-write
 
 
+class Promotion(NamedTuple):
+    """What a prefix hit found below the device: blocks, how many of them are worth it, and both costs of them all."""
+
+    host: int
+    disk: int
+    worth: int
+    bring_s: float
+    compute_s: float
+
+
 class BlockView(NamedTuple):
     """One block as `inspect` shows it."""
 
@@ -59,6 +69,9 @@ class KVManager(Protocol):
 
         None, and nothing changed, when the pool can't take all of `tokens` and still leave `spare` blocks.
         """
+
+    def promotion(self, seq: int) -> Promotion | None:
+        """What `admit` found for this sequence in the tiers below; None when nothing lay there."""
 
     def extend(self, seq: int, computed: int, total: int) -> bool:
         """Make [computed, total) writable by this sequence alone; False, and nothing changed, when full."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.plan import KVOp
-from engine.kv import BlockView, Usage
+from engine.kv import BlockView, Promotion, Usage
 
 
 class _Row:
@@ -72,6 +72,9 @@ class ContiguousKV:
             return None
         self._rows[seq] = _Row()
         return 0
+
+    def promotion(self, seq: int) -> Promotion | None:
+        return None
 
     def fork(self, parent: int, child: int, computed: int) -> bool:
         """The copies are made when the child is seated."""

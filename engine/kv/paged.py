@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.plan import KVOp
-from engine.kv import BlockView, Usage
+from engine.kv import BlockView, Promotion, Usage
 from engine.kv.costs import Costs
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PrefixIndex
@@ -23,7 +23,7 @@ TOKENS_PER_NODE_OF_SINGLE = 16  # with block_size 1 a node covers this many toke
 class _Sequence:
     """What one sequence holds."""
 
-    __slots__ = ("dirty", "next_publish", "nodes", "room", "salt", "swapped", "table")
+    __slots__ = ("dirty", "next_publish", "nodes", "promotion", "room", "salt", "swapped", "table")
 
     def __init__(self, salt: str, next_publish: int) -> None:
         self.salt = salt
@@ -32,6 +32,7 @@ class _Sequence:
         self.next_publish = next_publish  # once so many tokens are computed, another node can be published
         self.room = 0  # [computed, room) is writable as it is; 0 = look
         self.dirty = 0  # table[dirty:] was not sent yet
+        self.promotion: Promotion | None = None
         self.swapped: Blocks | None = None  # host copies of what follows `nodes`, while swapped out
 
 
@@ -86,18 +87,43 @@ class PagedKV:
         index = self._index
         path = index.match(tokens, salt, limit) if self._caching else []
         resident = sum(1 for node in path if node.blocks)  # a prefix of the path: leaves are evicted first
-        if resident < len(path) and not self._costs.worth_keeping():
-            del path[resident:]
+        promotion = self._promotion(path[resident:])
+        if promotion is not None:
+            del path[resident + promotion.worth // self._span :]
         busy = sum(1 for node in path[:resident] if node.busy)
         if self._blocks_for(len(tokens)) - busy * self._span + spare > index.available:
             return None
         record = self._sequences[seq] = _Sequence(salt, self._node_tokens)
+        record.promotion = promotion
         self._queried += limit if self._caching else 0
         from_disk = self._claim(record, path, resident)
         self._hits += resident * self._node_tokens
         self._hits_disk += from_disk * self._node_tokens
         self._hits_host += (len(record.nodes) - resident - from_disk) * self._node_tokens
         return len(record.nodes) * self._node_tokens
+
+    def _promotion(self, below: list[Node]) -> Promotion | None:
+        """How many of these nodes to bring up: as many as save the most time against computing them."""
+        if not below:
+            return None
+        costs, span = self._costs, self._span
+        saved = most = 0.0
+        worth = 0
+        for n, node in enumerate(below, 1):
+            on_disk = not node.host
+            saved += costs.compute_s(self._node_tokens) - costs.bring_s(span * (not on_disk), span * on_disk)
+            if saved > most:
+                most, worth = saved, n
+        if worth < len(below):
+            refused = "in" if below[worth].host else "disk_in"
+            costs.doubt((len(below) - worth) * span, refused)
+        disk = sum(1 for node in below if not node.host) * span
+        host = len(below) * span - disk
+        compute_s = costs.compute_s(len(below) * self._node_tokens)
+        return Promotion(host, disk, worth * span, costs.bring_s(host, disk), compute_s)
+
+    def promotion(self, seq: int) -> Promotion | None:
+        return self._sequences[seq].promotion
 
     def _claim(self, record: _Sequence, path: list[Node], resident: int) -> int:
         """Hold the nodes that are on the device, bring the others back; how many came from disk. Room was checked."""

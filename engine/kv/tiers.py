@@ -75,7 +75,12 @@ class Tiers:
         """Give a device node that is about to be evicted a copy below, if that is worth it and there is room."""
         if node.host or node.disk:
             return True
-        if not (self.host.size and self.costs.worth_keeping() and self.room(len(node.blocks))):
+        if not self.host.size:
+            return False
+        if not self.costs.worth_keeping():
+            self.costs.doubt(len(node.blocks), "out", "in")
+            return False
+        if not self.room(len(node.blocks)):
             return False
         node.host = self.copy_out(node.blocks)
         self._host_idle[node] = None
@@ -98,7 +103,7 @@ class Tiers:
 
     def _evict_host(self) -> None:
         node, _ = self._host_idle.popitem(last=False)
-        if not node.blocks and not node.disk and self._disk_room(len(node.host)) and node.host:
+        if not node.blocks and not node.disk and self._worth_storing(node) and node.host:
             node.disk = tuple(self.disk.take() for _ in node.host)
             self.ops.extend(KVOp("disk_out", src, dst) for src, dst in zip(node.host, node.disk, strict=True))
             self._disk_keys.extend(zip(node.disk, _keys(node), strict=True))
@@ -106,6 +111,15 @@ class Tiers:
         self._free_host(node)
         if not node.kept:
             self.forget(node)
+
+    def _worth_storing(self, node: Node) -> bool:
+        """Should this host node have a copy on disk? If so, there is room for it."""
+        if not self.disk.size:
+            return False
+        if not self.costs.worth_storing():
+            self.costs.doubt(len(node.host), "disk_out", "disk_in")
+            return False
+        return self._disk_room(len(node.host))
 
     def _disk_room(self, n: int) -> bool:
         while self.disk.free < n:

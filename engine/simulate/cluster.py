@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.api import AddRequest, SamplingParams
 from engine.core.engine import EngineCore
-from engine.core.plan import Geometry, Plan, Result, RowResult, Sampled
+from engine.core.plan import Copied, Geometry, Plan, Result, RowResult, Sampled
 from engine.core.settings import CoreSettings
 from engine.errors import ConfigError
 from engine.simulate.cost import CostModel
@@ -43,11 +43,12 @@ class SimExecutor:
         return self._geometry
 
     def submit(self, plan: Plan) -> None:
-        size = len(plan.ops) * self._geometry.bytes_per_block
-        copy, compute = size / self._cost.copy_bytes_per_s, self._cost.plan_s(plan)
-        self._clock.now += copy + compute
+        moved = Counter(op.kind for op in plan.ops if op.kind not in ("map", "unmap"))
+        size, rate, compute = self._geometry.bytes_per_block, self._cost.copy_bytes_per_s, self._cost.plan_s(plan)
+        copies = tuple(Copied(kind, n * size, n * size / rate) for kind, n in moved.items())
+        self._clock.now += sum(copied.seconds for copied in copies) + compute
         rows = tuple(RowResult(sampled=(Sampled(TOKEN),) if row.sample else ()) for row in plan.rows)
-        self._results.append(Result(rows, compute_s=compute, copy_s=copy, copy_bytes=size))
+        self._results.append(Result(rows, compute_s=compute, copies=copies))
 
     def collect(self) -> Result:
         return self._results.popleft()

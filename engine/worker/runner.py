@@ -39,11 +39,11 @@ class Runner:
         KV operations run whatever else fails: they may belong to sequences that are not in this plan.
         """
         slots = self._slots
-        copy_bytes, copy_s = self._storage.run(plan.ops, dict(plan.disk_keys))
+        copies = self._storage.run(plan.ops, dict(plan.disk_keys))
         for slot, params in plan.slots:
             slots.take(slot, params)
         if not plan.rows:
-            return Result((), copy_s=copy_s, copy_bytes=copy_bytes)
+            return Result((), copies=copies)
         batch = build_batch(plan, slots)
         started = time.perf_counter()
         hidden = self._compute.forward(batch, slots)
@@ -51,7 +51,7 @@ class Runner:
         drawn = self._compute.sample(batch.draws, slots)
         done = time.perf_counter()
         rows = results(plan, drawn, hidden, batch, slots)
-        return Result(rows, computed - started, copy_s, copy_bytes, done - computed)
+        return Result(rows, computed - started, copies, done - computed)
 
 
 class StepThread:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.plan import KVOp
+from engine.core.plan import Copied, KVOp
 from engine.errors import OctavoError, RequestFailed
 from engine.worker.tiers import DiskTier, HostPool
 
@@ -84,28 +84,29 @@ class KVStorage:
         self._host = host.blocks
         self._disk = disk
 
-    def run(self, ops: tuple[KVOp, ...], disk_keys: dict[int, bytes]) -> tuple[int, float]:
-        """Run the operations in order. Returns the bytes moved and the seconds it took.
+    def run(self, ops: tuple[KVOp, ...], disk_keys: dict[int, bytes]) -> tuple[Copied, ...]:
+        """Run the operations in order. Returns what was moved, by kind.
 
         An operation that fails keeps none of the others from running: they may belong to sequences that are not in
         this plan. The first failure is raised at the end.
         """
-        if not ops:
-            return 0, 0.0
-        start = time.perf_counter()
-        moved = 0
+        blocks: dict[str, int] = {}
+        seconds: dict[str, float] = {}
         failure: OctavoError | None = None
         for run in runs(ops):
+            start = time.perf_counter()
             try:
                 self._check(run)
                 self._move(run, disk_keys)
             except OctavoError as error:
                 failure = failure or error
             if run.kind not in ("map", "unmap"):
-                moved += run.n
+                blocks[run.kind] = blocks.get(run.kind, 0) + run.n
+                seconds[run.kind] = seconds.get(run.kind, 0.0) + time.perf_counter() - start
         if failure is not None:
             raise failure
-        return moved * self._device.bytes_per_block, time.perf_counter() - start
+        size = self._device.bytes_per_block
+        return tuple(Copied(kind, n * size, seconds[kind]) for kind, n in blocks.items())
 
     def _move(self, run: Run, disk_keys: dict[int, bytes]) -> None:
         device, host, (src, dst, n) = self._device, self._host, (run.src, run.dst, run.n)

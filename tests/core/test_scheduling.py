@@ -192,7 +192,8 @@ def test_whoever_was_preempted_twice_is_not_a_victim_while_another_is() -> None:
 def test_auto_takes_the_cheaper_way_and_writes_down_both_costs(copy_s: float, kind: str) -> None:
     w = world(blocks=7, host=16, preemption="auto", enable_prefix_caching=False)
     w.executor.copy_s_per_block = copy_s
-    w.core.costs.saw_copy(1000, copy_s)
+    for kind_of_move in ("out", "in"):
+        w.core.costs.saw_copy(kind_of_move, 1000, copy_s)
     w.core.costs.saw_prefill(1000, 1.0)
     w.add("a", [1] * 8, max_tokens=16, **LONG)
     w.add("b", [2] * 8, max_tokens=16, **LONG)

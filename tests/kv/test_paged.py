@@ -225,7 +225,7 @@ def test_evicted_prefixes_go_to_the_host_and_come_back_on_a_hit() -> None:
 
 def test_prefixes_that_are_cheaper_to_compute_are_dropped() -> None:
     kv = make(blocks=4, host=8)
-    kv._costs.saw_copy(1000, 10.0)
+    kv._costs.saw_copy("in", 1000, 10.0)
     begin(kv, 1, list(range(16)))
     kv.release(1)
     begin(kv, 2, [9] * 16)

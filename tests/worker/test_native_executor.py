@@ -328,8 +328,9 @@ def test_swapping_is_measured_and_comes_back_from_disk_after_a_restart(models: P
     run(executor, rows=(Row(0, 0, prompt, 0, (5, 6, 7)),))
     want = run(executor, rows=(last,)).rows[0].sampled
     out = run(executor, KVOp("out", 5, 0), KVOp("out", 6, 1), KVOp("out", 7, 2))
-    assert out.copy_bytes == 3 * geometry.bytes_per_block
-    assert out.copy_s > 0
+    (copied,) = out.copies
+    assert (copied.kind, copied.size_bytes) == ("out", 3 * geometry.bytes_per_block)
+    assert copied.seconds > 0
     run(executor, *(KVOp("disk_out", i, i) for i in range(3)), keys=((0, b"a"), (1, b"b"), (2, b"c")))
     executor.close()
 
