@@ -36,9 +36,11 @@ DEVICE void plain_scores(const octg_attention& a, const Place& p, const int32_t*
       }
       if (scaled_by_token<C>) {
         const float token_scale = a.k_scale[(block * a.block_size + offset) * a.kv_heads + p.kv_head];
+#pragma unroll
         for (int r = 0; r < PLAIN_ROWS; r++) dot[r] *= token_scale;
       }
     }
+#pragma unroll
     for (int r = 0; r < PLAIN_ROWS; r++)
       scores[r * TILE + k] = in_range && visible(a, p, r, key) ? score(a, dot[r], scale) : NEG_INF;
   }
@@ -50,8 +52,10 @@ DEVICE void plain_softmax(const octg_attention& a, const Place& p, const int32_t
                           float* scores, State& state, float* factor) {
   const int lane = threadIdx.x % 32;
   float x[TILE / 32], top = NEG_INF, sum = 0;
+#pragma unroll
   for (int i = 0; i < TILE / 32; i++) top = fmaxf(top, x[i] = scores[lane + 32 * i]);
   top = fmaxf(state.max, max32(top));
+#pragma unroll
   for (int i = 0; i < TILE / 32; i++) {
     x[i] = top == NEG_INF ? 0.0f : exp2_fast(x[i] - top);
     sum += x[i];
@@ -108,6 +112,7 @@ __global__ void __launch_bounds__(256) attention_plain(octg_attention a, int spl
 
   State total[PLAIN_ROWS];
   float result[PLAIN_ROWS] = {};
+#pragma unroll
   for (int r = 0; r < PLAIN_ROWS; r++) total[r] = State{NEG_INF, 0};
   for (int part = p.first_part; part < p.end_part; part++) {
     State state[PLAIN_ROWS / 2];  // of the rows of this group of lanes: at least two groups share the rows
@@ -124,6 +129,7 @@ __global__ void __launch_bounds__(256) attention_plain(octg_attention a, int spl
           plain_softmax<C>(a, p, table, shift, tile, scores + r * TILE, state[i], factors + r);
         }
       BARRIER(3);
+#pragma unroll
       for (int r = 0; r < PLAIN_ROWS; r++) sum[r] *= factors[r];
       if (tid < a.head_size) plain_values<C>(a, p, table, shift, tile, tid, scores, sum);
       BARRIER(4);
@@ -136,6 +142,7 @@ __global__ void __launch_bounds__(256) attention_plain(octg_attention a, int spl
       }
     BARRIER(5);
     if (tid < a.head_size)
+#pragma unroll
       for (int r = 0; r < PLAIN_ROWS; r++) {
         const State s{maxima[r], sums[r]};
         const float x = sum[r] * v_scale;
@@ -145,6 +152,7 @@ __global__ void __launch_bounds__(256) attention_plain(octg_attention a, int spl
       }
   }
   if (!split && tid < a.head_size)
-    for (int r = 0; r < p.rows; r++)
-      static_cast<T*>(a.out)[query_offset(a, p, r) + tid] = from_float<T>(result[r] / total[r].sum);
+#pragma unroll  // an index that the compiler doesn't know would put the arrays into memory
+    for (int r = 0; r < PLAIN_ROWS; r++)
+      if (r < p.rows) static_cast<T*>(a.out)[query_offset(a, p, r) + tid] = from_float<T>(result[r] / total[r].sum);
 }

@@ -129,7 +129,7 @@ DEVICE void tensor_values(const octg_attention& a, const Place& p, const Step& s
 }
 
 // Blocks of an SM that must fit: without a number the compiler aims for more and spills.
-constexpr int tensor_blocks(int head_size, int nt) { return head_size * nt >= 256 ? 2 : 3; }
+constexpr int tensor_blocks(int head_size, int nt) { return head_size * nt >= 192 ? 2 : 3; }
 
 template <typename T, int D, int NT>
 __global__ void __launch_bounds__(TENSOR_THREADS, tensor_blocks(D, NT)) attention_tensor(octg_attention a, int split, int parts) {

@@ -9,7 +9,8 @@ from csrc.build import BuildError
 from engine.attention import AttentionBatch
 from engine.attention.cache import KVCache
 from engine.attention.encoding import STORAGE_DTYPES
-from engine.attention.gpu_kernels import GpuKernels, Pages, Sequences, problem_with
+from engine.attention.gpu_kernels import GpuKernels, Pages, problem_with
+from engine.attention.sequences import Sequences, sequences_of
 from engine.errors import ConfigError
 from engine.model.spec import DecoderSpec
 
@@ -33,17 +34,8 @@ class GpuAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
-        counts = [b - a for a, b in zip(batch.q_start, batch.q_start[1:], strict=False)]
-        lens = [p + n for p, n in zip(batch.pos_start, counts, strict=True)]
-        lines = torch.tensor(batch.slots, dtype=torch.int64, device=self._device)
         self._slot_mapping = batch.slot_mapping
-        self._sequences = Sequences(
-            batch.tables[lines].int(),
-            torch.tensor(batch.q_start, dtype=torch.int32, device=self._device),
-            torch.tensor(lens, dtype=torch.int32, device=self._device),
-            max(counts),
-            max(lens),
-        )
+        self._sequences = sequences_of(batch, self._device)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         """See `AttentionBackend`."""

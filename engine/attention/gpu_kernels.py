@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.attention.sequences import Sequences
 from engine.errors import ConfigError, EngineDead
 
 ABI = 1
@@ -58,17 +59,6 @@ class Pages:
     value: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Where the rows of a step stand. int32 on the device; a sequence without rows is padding."""
-
-    tables: torch.Tensor  # [seqs, max_blocks]
-    q_start: torch.Tensor  # [seqs + 1]
-    seq_lens: torch.Tensor  # [seqs], the rows of this step included
-    max_q: int
-    max_len: int
 
 
 def problem_with(block_size: int, head_size: int, kv_dtype: torch.dtype) -> str:

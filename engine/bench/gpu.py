@@ -14,9 +14,10 @@ import torch
 
 from engine.attention.encoding import STORAGE_DTYPES
 from engine.attention.gpu import load_kernels
-from engine.attention.gpu_kernels import PLAIN, TENSOR, GpuKernels, Pages, Sequences
+from engine.attention.gpu_kernels import PLAIN, TENSOR, GpuKernels, Pages
 from engine.attention.paged import read_from_paged_cache, split_kv_cache
 from engine.attention.reference import attend, causal_mask
+from engine.attention.sequences import Sequences
 from engine.errors import OctavoError
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16  # a layer of an 8B model

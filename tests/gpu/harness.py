@@ -13,9 +13,10 @@ import torch
 
 from csrc import build_gpu
 from engine.attention.encoding import STORAGE_DTYPES
-from engine.attention.gpu_kernels import AUTO, GpuKernels, Pages, Sequences
+from engine.attention.gpu_kernels import AUTO, GpuKernels, Pages
 from engine.attention.paged import read_from_paged_cache, split_kv_cache
 from engine.attention.reference import causal_mask
+from engine.attention.sequences import Sequences
 
 HERE = Path(__file__).resolve().parent
 BUILT = Path(tempfile.gettempdir()) / "octavo-gpu-tests"
