@@ -17,12 +17,14 @@ import msgspec
 
 from engine import machine
 from engine.api import Ready
+from engine.build_draft import choose_draft, draft_proposer
 from engine.config import EngineConfig, adapters, memory
 from engine.errors import ConfigError, InvalidRequest
 from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.process import Engine
 
 if TYPE_CHECKING:
+    from engine.build_draft import Draft
     from engine.core.engine import EngineCore
     from engine.core.plan import Executor, Geometry
     from engine.core.proposer import Proposer
@@ -49,6 +51,7 @@ class Choice:
     settings: ExecutorSettings
     memory: MemoryPlan
     why: str
+    draft: Draft | None = None
 
 
 def find_model(config: EngineConfig, *, progress: bool = False) -> Path:
@@ -105,14 +108,19 @@ def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
             f"--max-model-len {config.model.max_model_len}: this model takes {spec.max_position} tokens at most"
         )
     kept = config.model.quantization if backend == "native" else "none"
-    plan = plan_kv(config, path, spec, dtype, kept, free_memory(device))
-    settings = executor_settings(config, spec, device, dtype, plan)
+    free = free_memory(config, device)
+    settings = executor_settings(config, spec, device, dtype)
     if backend in ("cuda", "rocm"):
         settings = dataclasses.replace(settings, attention=backend)
-    return Choice(backend, settings, plan, why)
+    draft = choose_draft(config, path, settings, native=backend == "native")
+    plan = plan_kv(config, path, spec, dtype, kept, free, draft.size_bytes if draft else 0)
+    settings = dataclasses.replace(settings, **kv_sizes(config, plan))
+    return Choice(backend, settings, plan, why, draft)
 
 
-def plan_kv(config: EngineConfig, path: Path, spec: DecoderSpec, dtype: str, kept: str, free: int) -> MemoryPlan:
+def plan_kv(
+    config: EngineConfig, path: Path, spec: DecoderSpec, dtype: str, kept: str, free: int, draft: int = 0
+) -> MemoryPlan:
     """The size of the KV pool beside the weights. Raises ConfigError with the arithmetic when they don't fit."""
     from engine.model.memory import plan_memory, weight_bytes
 
@@ -129,6 +137,7 @@ def plan_kv(config: EngineConfig, path: Path, spec: DecoderSpec, dtype: str, kep
     token = int(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * element)
     if kv.num_kv_blocks or kv.kv_memory != "auto":
         try:
+        "draft": draft,
             size = kv.num_kv_blocks * kv.block_size * token if kv.num_kv_blocks else memory(kv.kv_memory, free)
             return plan_memory(spec, weights, kv=size, **sizes)
         except ConfigError as error:
@@ -138,12 +147,8 @@ def plan_kv(config: EngineConfig, path: Path, spec: DecoderSpec, dtype: str, kep
     return plan_memory(spec, weights, kv=min(room, max(AUTO_KV_BYTES, one_context)), max_model_len=asked, **sizes)
 
 
-def executor_settings(
-    config: EngineConfig, spec: DecoderSpec, device: str, dtype: str, plan: MemoryPlan
-) -> ExecutorSettings:
-    """The executor's share of the configuration, resolved."""
-    from engine.worker.settings import ExecutorSettings
-
+def kv_sizes(config: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
+    """Sizes of the KV pool and its tiers, as fields of `ExecutorSettings`."""
     kv, free = config.kv, plan.free
     swap = min(plan.kv // 2, int(free * AUTO_SWAP_SHARE)) if kv.swap_space == "auto" else memory(kv.swap_space, free)
     values: dict[str, Any] = {
@@ -157,6 +162,19 @@ def executor_settings(
         "disk_dir": kv.kv_disk,
         "disk_bytes": memory(kv.kv_disk_size, free) if kv.kv_disk else 0,
         "dtype": dtype,
+    }
+
+
+def executor_settings(config: EngineConfig, spec: DecoderSpec, device: str, dtype: str) -> ExecutorSettings:
+    """The executor's share of the configuration, resolved but for `kv_sizes`."""
+    from engine.worker.settings import ExecutorSettings
+
+    kv = config.kv
+    values: dict[str, Any] = {
+        "max_model_len": config.model.max_model_len or spec.max_position,
+        "max_num_seqs": config.schedule.max_num_seqs,
+        "max_batched_tokens": batched_tokens(config),
+        "block_size": kv.block_size,
         "kv_dtype": dtype if kv.kv_cache_dtype == "auto" else kv.kv_cache_dtype,
         "kv_manager": kv.kv_manager,
         "quantization": config.model.quantization,
@@ -270,11 +288,15 @@ def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
 
 def make_proposer(config: EngineConfig) -> Proposer | None:
     """What guesses tokens, if anything does."""
-    if config.schedule.speculate == "off":
+    most = config.schedule.num_drafts
+    if (draft := choice.draft) is not None:
+        executor = make_executor(dataclasses.replace(choice, settings=draft.settings), draft.path, draft.spec)
+        return draft_proposer(draft, executor, vocab_size, most)
+    if config.schedule.speculate != "ngram":
         return None
     from engine.speculate.ngram import NgramProposer
 
-    return NgramProposer(config.schedule.num_drafts)
+    return NgramProposer(most)
 
 
 def free_memory(device: str) -> int:
@@ -303,10 +325,12 @@ def describe(
     tiers = f", {geometry.host_blocks} swap blocks" if geometry.host_blocks else ""
     tiers += f", {geometry.disk_blocks} disk blocks" if geometry.disk_blocks else ""
     notes = (
+    size = f"{s.max_num_seqs} sequences and {s.max_batched_tokens} tokens a step"
+    size += f", drafts by {config.schedule.draft_model} ({choice.draft.spec.family})" if choice.draft else ""
         f"model    {config.model.model} ({spec.family}, context {geometry.max_model_len}) from {path}",
         f"compute  {backend}, {s.threads} threads, {s.dtype}, quantization {s.quantization} ({choice.why})",
         f"memory   {pool}{tiers}: {choice.memory}",
-        f"schedule {s.max_num_seqs} sequences and {s.max_batched_tokens} tokens a step; loaded in {loaded_s:.1f} s",
+        f"schedule {size}; loaded in {loaded_s:.1f} s",
     )
     return Ready(
         pid=os.getpid(),

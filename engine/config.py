@@ -100,6 +100,7 @@ class ScheduleConfig:
     num_drafts: int = option(8, "most guesses a sequence and step", low=1, high=64)
     target_itl: int = option(
         100,
+    draft_model: str = option("", "small model of the same vocabulary that guesses tokens", metavar="MODEL")
         "milliseconds that prompts may hold up running answers a step; 0 = no bound",
         low=0,
         high=60_000,

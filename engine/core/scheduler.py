@@ -8,6 +8,7 @@ few. Prefix hits, recomputing after preemption, drafts and resuming after a cras
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 from engine.api import AddRequest, FinishReason
@@ -18,7 +19,7 @@ from engine.core.ledger import Ledger
 from engine.core.life import Life
 from engine.core.outcome import Item, Outcome
 from engine.core.plan import Geometry, Plan, Result, Row, SlotParams
-from engine.core.proposer import Proposer
+from engine.core.proposer import Ask, Proposer
 from engine.core.request import Request, Sequence, Status
 from engine.core.rows import allowed_drafts, row_of
 from engine.core.settings import CoreSettings
@@ -56,6 +57,7 @@ class Scheduler:
         self._clock = clock
         self._max_len = min(geometry.max_model_len, kv.max_tokens + 1)  # the last token needs no KV
         self.guessing = False  # has any running sequence a guess that is worth a try?
+        self.guess_s = 0.0  # total time that guessing took
         self._limits = Limits(geometry.max_model_len, kv.max_tokens, geometry.vocab_size)
         self._watermark = math.ceil(settings.watermark * geometry.num_blocks)
         self._block_size = geometry.block_size
@@ -185,6 +187,9 @@ class Scheduler:
             self.life.end_all(request, FinishReason.ABORT, error=error, kind="deadline")
         if self._compiling:
             self._begin_compiled()
+        self.guessing = False
+        if self._proposer is not None:
+            self._guess(self._proposer)
         budget, prefills = self._pick_decodes(self._settings.max_num_batched_tokens)
         budget = self._prefill_allowance(budget)
         budget = self._pick_prefills(prefills, budget)
@@ -200,7 +205,6 @@ class Scheduler:
         One of the three loops over all sequences.
         """
         running, extend, picked = self.life.running.sequences, self._kv.extend, self._picked
-        self.guessing = False
         prefills: list[Sequence] = []
         i = 0
         while i < len(running):  # victims leave at the end of the list
@@ -215,28 +219,38 @@ class Scheduler:
                 continue  # what comes next depends on the result
             if budget == 0:
                 break
-            if self._proposer is not None:
-                self._add_drafts(self._proposer, seq, known, budget - 1)
+            if seq.drafts and not extend(seq.id, seq.computed, known + len(seq.drafts)):
+                seq.drafts = ()  # room for guesses is taken only where it is free
             n = 1 + len(seq.drafts)
             if n > 1 or extend(seq.id, seq.computed, known) or self._make_room(seq, known):
                 picked[seq] = n
                 budget -= n
         return budget, prefills
 
-    def _add_drafts(self, proposer: Proposer, seq: Sequence, known: int, limit: int) -> None:
-        """Guesses for this step. Room for them is taken only where it is free."""
-        limit = min(limit, self._settings.num_drafts, seq.end - known - 1)
-        if limit < 1 or not seq.samples or seq.request.beam is not None:
-            return
-        drafts = tuple(proposer.propose(seq.id, seq.tokens, limit))[:limit]
-        if seq.constraint is not None:
-            drafts = allowed_drafts(seq, drafts)
-        if not drafts:
-            return
-        self.guessing = True
+    def _guess(self, proposer: Proposer) -> None:
+        """Guesses of this step for those who lack one token, as many as pay and as the step has room for."""
+        running = self.life.running.sequences
+        room = self._settings.max_num_batched_tokens - len(running)
+        asked: list[Sequence] = []
+        asks: list[Ask] = []
+        for seq in running:
+            known = len(seq.tokens) + seq.pending
+            limit = min(self._settings.num_drafts, seq.end - known - 1, room)
+            if limit < 1 or seq.computed != known - 1 or not seq.samples or seq.request.beam is not None:
+                continue
+            if number := proposer.number(seq.id, seq.tokens, limit):
+                asked.append(seq)
+                asks.append(Ask(seq.id, seq.tokens, number, seq.request.salt, seq.slot_params))
+                room -= number
+        self.guessing = bool(asks)
         # With a result on its way nobody knows yet what the guesses follow; they are made when it has come.
-        if not seq.pending and self._kv.extend(seq.id, seq.computed, known + len(drafts)):
-            seq.drafts = drafts
+        if not asks or self._flights:
+            return
+        began = time.perf_counter()
+        for seq, guesses in zip(asked, proposer.propose(asks), strict=True):
+            drafts = tuple(guesses)
+            seq.drafts = drafts if seq.constraint is None else allowed_drafts(seq, drafts)
+        self.guess_s += time.perf_counter() - began
 
     def _prefill_allowance(self, budget: int) -> int:
         """Prompt tokens of this step: those who decode wait for it, so it is bounded while there are any."""

@@ -29,14 +29,16 @@ class MemoryPlan:
     free: int
     kv_per_token: int
     context: int
+    draft: int = 0  # of a draft model: its weights, KV and workspace
 
     def __str__(self) -> str:
         """The arithmetic in one line."""
-        total = self.weights + self.kv + self.workspace
+        total = self.weights + self.kv + self.workspace + self.draft
         tokens = self.kv // self.kv_per_token
+        draft = f" + draft model {_gib(self.draft)}" if self.draft else ""
         return (
             f"weights {_gib(self.weights)} + KV {_gib(self.kv)} ({tokens} tokens of {self.kv_per_token} bytes) "
-            f"+ workspace {_gib(self.workspace)} = {_gib(total)} of {_gib(self.free)} free; context {self.context}"
+            f"+ workspace {_gib(self.workspace)}{draft} = {_gib(total)} of {_gib(self.free)} free; context {self.context}"
         )
 
 
@@ -50,23 +52,30 @@ def plan_memory(
     max_num_seqs: int,
     kv: int | None = None,
     max_model_len: int | None = None,
+    draft: int = 0,
 ) -> MemoryPlan:
     """The plan for a model whose weights take `weights` bytes (see `weight_bytes`), with `free` bytes to be had.
 
     `kv` is the size of the cache in bytes, None = what is left, as far as `max_num_seqs` full contexts can use it.
     `max_model_len` is the context asked for, in tokens: it is never cut; None = the longest that fits. Raises
-    ConfigError with the numbers when it doesn't fit.
+    ConfigError with the numbers when it doesn't fit. `draft` bytes are taken by a draft model.
     """
     token = int(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * kv_element_bytes)
     workspace = workspace_bytes(spec, max_batched_tokens, max_num_seqs)
     usable = int(free * (1 - _SPARE))
-    left = usable - weights - workspace
+    left = usable - weights - workspace - draft
     wanted = max_model_len or spec.max_position
     if kv is None:
         kv = min(max(left, 0), wanted * max_num_seqs * token)
     context = min(wanted, kv // token)
     plan = MemoryPlan(
-        weights=weights, kv=kv, workspace=workspace, free=free, kv_per_token=token, context=max_model_len or context
+        weights=weights,
+        kv=kv,
+        workspace=workspace,
+        free=free,
+        kv_per_token=token,
+        context=max_model_len or context,
+        draft=draft,
     )
     if kv > left or context < 1:
         raise ConfigError(f"too large for this machine: {plan}. Choose less KV memory, a smaller model or fewer bits")

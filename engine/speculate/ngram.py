@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from engine.core.proposer import Ask
 from engine.speculate.worth import Worth
 
 LONGEST = 16  # a longer match says no more
@@ -27,17 +28,18 @@ class NgramProposer:
         self._matches: dict[int, Match] = {}
         self._chances = [CHANCE] * (LONGEST + 1)  # by length of the match, of all sequences
 
-    def propose(self, seq: int, tokens: Sequence[int], limit: int) -> Sequence[int]:
+    def number(self, seq: int, tokens: Sequence[int], limit: int) -> int:
         """See `Proposer`."""
         match = self._matches.get(seq)
         if match is None:
             match = self._matches[seq] = Match(tokens, self._chances)
         for length, right in match.follow(tokens):
             self._chances[length] += WEIGHT_OVERALL * (right - self._chances[length])
-        if not match.length:
-            return ()
-        number = self._worth.drafts(match.outlook(min(limit, self._most)))
-        return match.guess(tokens, number) if number else ()
+        return self._worth.drafts(match.outlook(min(limit, self._most))) if match.length else 0
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """See `Proposer`."""
+        return [self._matches[ask.seq].guess(ask.tokens, ask.number) for ask in asks]
 
     def saw_step(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
         """See `Proposer`."""
@@ -46,6 +48,9 @@ class NgramProposer:
     def forget(self, seq: int) -> None:
         """See `Proposer`."""
         self._matches.pop(seq, None)
+
+    def close(self) -> None:
+        """See `Proposer`."""
 
 
 class Match:

@@ -24,6 +24,7 @@ class Worth:
         self._seen: dict[int, tuple[float, float, int]] = {}  # bits of the token count -> tokens, seconds, step
         self._steps = 0
         self._times: list[float] = []  # of the next step with n drafts a sequence; without any: 1. Empty: not known
+        self._step_s = 0.0  # of the next step without any
 
     def saw_step(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
         """A step of so many sequences took `seconds`; `tokens` includes the drafts."""
@@ -41,23 +42,30 @@ class Worth:
             self._times = []
             return
         points = sorted(known[:2] for size in list(self._seen) if (known := self._fresh(size)))
-        base = _interpolate(points, plain)
+        base = self._step_s = _interpolate(points, plain)
         self._times = [_interpolate(points, plain + n * sequences) / base for n in range(self._most + 1)]
 
-    def drafts(self, chances: Sequence[float]) -> int:
+    def drafts(self, chances: Sequence[float], each_s: float = 0.0, once_s: float = 0.0) -> int:
         """The number of drafts that gains most; 0 when none gains enough.
 
-        `chances[i]`: that draft i is right, if all before it are.
+        `chances[i]`: that draft i is right, if all before it are. Guessing takes `once_s` and `each_s` a draft.
         """
+        if not self._times:
+            return 0
+        each, once = each_s / self._step_s, once_s / self._step_s
         best, number = LEAST_GAIN, 0
         tokens = chance = 1.0
         for n, (right, time) in enumerate(zip(chances, self._times[1:], strict=False), 1):
             chance *= right
             tokens += chance
-            gain = tokens / time
+            gain = tokens / (time + once + n * each)
             if gain > best:
                 best, number = gain, n
         return number
+
+    def extra_s(self, drafts: int) -> float:
+        """What so many drafts a sequence add to the next step, guessing not counted."""
+        return (self._times[drafts] - 1.0) * self._step_s if self._times else 0.0
 
     def _fresh(self, size: int) -> tuple[float, float, int] | None:
         known = self._seen.get(size)

@@ -15,6 +15,7 @@ import msgspec
 from engine.api import AddRequest, Delta, FinishReason, Grammar, SamplingParams, Stats
 from engine.core.engine import EngineCore
 from engine.core.plan import Geometry
+from engine.core.proposer import Ask
 from engine.core.settings import CoreSettings
 from tests.shadow import ShadowExecutor, alternatives, last_hidden, next_token, scored
 
@@ -77,13 +78,19 @@ class HalfRight:
     def __init__(self) -> None:
         self.forgotten: list[int] = []
 
-    def propose(self, seq: int, tokens: Sequence[int], limit: int) -> Sequence[int]:
+    def number(self, seq: int, tokens: Sequence[int], limit: int) -> int:
         assert seq not in self.forgotten
-        known = list(tokens)
-        for i in range(limit):
-            token = next_token(known, 0, 0, VOCAB)
-            known.append(token if (len(known) + i) % 5 else (token + 1) % VOCAB)
-        return known[len(tokens) :]
+        return limit
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        guesses = []
+        for ask in asks:
+            known = list(ask.tokens)
+            for i in range(ask.number):
+                token = next_token(known, 0, 0, VOCAB)
+                known.append(token if (len(known) + i) % 5 else (token + 1) % VOCAB)
+            guesses.append(known[len(ask.tokens) :])
+        return guesses
 
     def saw_step(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
         assert 0 <= drafts <= tokens - sequences
@@ -91,6 +98,8 @@ class HalfRight:
     def forget(self, seq: int) -> None:
         assert seq not in self.forgotten, "a sequence ends once"
         self.forgotten.append(seq)
+
+    def close(self) -> None: ...
 
 
 @dataclass

@@ -47,6 +47,11 @@ def test_the_longest_context_that_fits_is_chosen_and_said(spec: DecoderSpec) -> 
     assert "of 8.00 GiB free; context 100" in str(small)
     asked = plan_memory(spec, GIB // 4, free=8 * GIB, kv=100 * token, max_model_len=70, **arguments)
     assert asked.context == 70
+    beside = plan_memory(spec, GIB // 4, free=8 * GIB, draft=2 * GIB, max_model_len=8192, **arguments)
+    assert plan.kv - beside.kv == 0  # both hold what 16 full contexts need
+    assert "+ draft model 2.00 GiB =" in str(beside)
+    with pytest.raises(ConfigError, match=r"draft model 7\.50 GiB"):
+        plan_memory(spec, GIB // 4, free=8 * GIB, draft=15 * GIB // 2, max_model_len=8192, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from engine.core.plan import SlotParams
+from engine.core.proposer import Ask
 from engine.speculate.ngram import LONGEST, TRIES, Match, NgramProposer
 from engine.speculate.worth import FRESH_STEPS, Worth
 
@@ -68,14 +70,20 @@ def test_tokens_may_come_one_by_one_or_many_at_once() -> None:
     assert fast.outlook(8) == slow.outlook(8)
 
 
+def propose(proposer: NgramProposer, seq: int, tokens: list[int], limit: int) -> list[int]:
+    """As the scheduler asks it."""
+    number = proposer.number(seq, tokens, limit)
+    return proposer.propose([Ask(seq, tokens, number, "", SlotParams)])[0] if number else []
+
+
 def test_what_repeats_itself_right_away_is_guessed_beyond_its_end() -> None:
     proposer = NgramProposer(7)
     proposer.saw_step(1, 1, 0, 0.01)
-    assert list(proposer.propose(0, [1, 2, 3, 1, 2, 3, 1, 2], 7)) == [3, 1, 2, 3, 1, 2, 3]
-    assert list(proposer.propose(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)) == [3, 1]
-    assert not proposer.propose(1, [1, 2, 3, 4], 7)
-    assert not proposer.propose(2, [1], 7)
-    assert not proposer.propose(3, [], 7)
+    assert list(propose(proposer, 0, [1, 2, 3, 1, 2, 3, 1, 2], 7)) == [3, 1, 2, 3, 1, 2, 3]
+    assert list(propose(proposer, 0, [1, 2, 3, 1, 2, 3, 1, 2], 2)) == [3, 1]
+    assert not propose(proposer, 1, [1, 2, 3, 4], 7)
+    assert not propose(proposer, 2, [1], 7)
+    assert not propose(proposer, 3, [], 7)
 
 
 def drafts_used(proposer: NgramProposer, seq: int, tokens: list[int], prompt: int, cost: float) -> tuple[int, int]:
@@ -83,7 +91,7 @@ def drafts_used(proposer: NgramProposer, seq: int, tokens: list[int], prompt: in
     made = right = 0
     at = prompt
     while at < len(tokens):
-        guess = list(proposer.propose(seq, tokens[:at], 8))
+        guess = list(propose(proposer, seq, tokens[:at], 8))
         proposer.saw_step(1, 1 + len(guess), len(guess), 0.01 * (1 + cost * len(guess)))
         made += len(guess)
         hit = 0
@@ -138,6 +146,17 @@ def test_the_number_of_drafts_is_the_one_that_gains_most() -> None:
     assert worth.drafts([]) == 0
 
 
+def test_the_time_of_guessing_counts() -> None:
+    worth = Worth(4)
+    for _ in range(50):
+        for n in range(5):
+            worth.saw_step(1, 1 + n, n, 1.0)  # rows are for nothing
+    assert worth.drafts([0.9] * 4, each_s=0.1) == 4
+    assert worth.drafts([0.9] * 4, each_s=0.7) == 2
+    assert worth.drafts([0.9] * 4, each_s=0.8) == 0
+    assert worth.drafts([0.9] * 4, each_s=0.1, once_s=5.0) == 0
+
+
 def test_many_sequences_pay_for_all_their_rows() -> None:
     worth = Worth(4)
     for _ in range(50):
@@ -160,7 +179,7 @@ def test_an_old_measurement_is_taken_again() -> None:
 def test_what_has_ended_is_forgotten() -> None:
     proposer = NgramProposer(4)
     proposer.saw_step(1, 1, 0, 0.01)
-    assert proposer.propose(5, [1, 2, 3, 1, 2], 4)
+    assert propose(proposer, 5, [1, 2, 3, 1, 2], 4)
     proposer.forget(5)
     proposer.forget(5)
-    assert not proposer.propose(5, [1, 2, 3], 4)
+    assert not propose(proposer, 5, [1, 2, 3], 4)

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine import LLM, SamplingParams
 from engine.api import AddRequest, Grammar
 from engine.core.engine import EngineCore
 from engine.core.plan import Geometry
-from engine.core.proposer import Proposer
+from engine.core.proposer import Ask, Proposer
 from engine.core.settings import CoreSettings
 from engine.model.config import load_spec
+from engine.model.pull import pull
+from engine.speculate.draft import DraftProposer
 from engine.speculate.ngram import NgramProposer
 from engine.worker.native_executor import NativeExecutor
 from engine.worker.settings import ExecutorSettings
@@ -67,18 +70,32 @@ def test_look_up_changes_no_bit_of_the_real_model(plain: Answers, settings: dict
     assert (stats.preemptions_swap + stats.preemptions_recompute > 0) == bool(settings)
 
 
+def test_a_draft_model_changes_no_bit_of_the_real_model(plain: Answers) -> None:
+    """The draft is the same model in 4 bits; the pool preempts."""
+    answers, stats = real(draft_model=str(next(pull().glob("*.gguf"))), num_kv_blocks=10)
+    assert answers == plain
+    assert stats.spec_proposed >= stats.spec_accepted > 10
+    assert stats.preemptions_swap + stats.preemptions_recompute > 0
+    assert stats.guess_s > 0
+
+
 class Scripted:
     """A `Proposer` that always guesses: what `script` says, by the tokens so far."""
 
     def __init__(self, script: Any) -> None:
         self.script = script
 
-    def propose(self, seq: int, tokens: Sequence[int], limit: int) -> Sequence[int]:
-        return self.script(list(tokens), limit)
+    def number(self, seq: int, tokens: Sequence[int], limit: int) -> int:
+        return len(self.script(list(tokens), limit))
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [self.script(list(ask.tokens), ask.number) for ask in asks]
 
     def saw_step(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None: ...
 
     def forget(self, seq: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +167,64 @@ def test_right_and_wrong_guesses_change_no_bit(model: Path, blocks: int, overlap
     assert (stats.preemptions_swap + stats.preemptions_recompute > 0) == (blocks == 24)
 
 
+class Eager(DraftProposer):
+    """A draft model that always guesses as much as it may: what its guesses are worth is another test's."""
+
+    def number(self, seq: int, tokens: Sequence[int], limit: int) -> int:
+        super().number(seq, tokens, limit)
+        return max(0, min(limit, self.max_tokens - len(tokens)))
+
+
+def drafter(model: Path, **settings: Any) -> Eager:
+    executor = NativeExecutor(model, load_spec(model), replace(SETTINGS, host_blocks=0, **settings))
+    return Eager(executor, executor.start(), most_drafts=3, max_batched_tokens=256, vocab_size=515)
+
+
+@pytest.mark.parametrize(
+    ("seed", "settings", "blocks"),
+    [(0, {}, 400), (1, {}, 24), (0, {"num_blocks": 12, "max_num_seqs": 5}, 24)],
+    ids=["same model", "another model", "draft pool for few"],
+)
+def test_whatever_a_draft_model_guesses_changes_no_bit(
+    model: Path, tmp_path: Path, seed: int, settings: dict[str, Any], blocks: int
+) -> None:
+    """Greedy and drawn, penalised, two choices, some resumed as after a crash; the served pool preempts or doesn't."""
+    requests = [
+        AddRequest(
+            id=str(i),
+            prompt=tuple(range(i + 1, i + 20)),
+            params=SamplingParams(
+                temperature=0.8 if i % 2 else 0.0,
+                seed=i,
+                max_tokens=24,
+                logprobs=1,
+                repetition_penalty=1.2 if i % 3 == 0 else 1.0,
+                n=2 if i % 4 == 0 else 1,
+            ),
+            arrival=float(i),
+        )
+        for i in range(12)
+    ]
+    want, _ = serve(model, requests, None, SETTINGS)
+    resumed = [
+        structs.replace(request, resume=tuple(tuple(t for t, _ in want[request.id, c][:9]) for c in range(n)))
+        if i % 3 == 1
+        else request
+        for i, request in enumerate(requests)
+        if (n := request.params.n)
+    ]
+    proposer = drafter(model if seed == 0 else tiny_model(tmp_path, seed=seed), **settings)
+    got, stats = serve(model, resumed, proposer, replace(SETTINGS, num_blocks=blocks), overlap=1)
+    for request in resumed:
+        for choice in range(request.params.n):
+            skipped = len(request.resume[choice]) if request.resume else 0
+            assert got[request.id, choice] == want[request.id, choice][skipped:]
+    assert stats.spec_proposed > 50
+    if seed == 0:
+        assert stats.spec_accepted > 0.95 * stats.spec_proposed - 20  # the same model draws the same tokens
+    assert (stats.preemptions_swap + stats.preemptions_recompute > 0) == (blocks == 24)
+
+
 def scores_of(model: Path, prompts: list[tuple[int, ...]]) -> list[list[float]]:
     """The raw logprob of each prompt token but the first."""
     executor = NativeExecutor(model, load_spec(model), SETTINGS)
@@ -166,7 +241,10 @@ def scores_of(model: Path, prompts: list[tuple[int, ...]]) -> list[list[float]]:
     return [scores[str(i)] for i in range(len(prompts))]
 
 
-def test_what_is_sampled_behind_guesses_is_distributed_as_the_model_says(model: Path) -> None:
+@pytest.mark.parametrize("guesser", ["script", "draft model"])
+def test_what_is_sampled_behind_guesses_is_distributed_as_the_model_says(
+    model: Path, guesser: str, tmp_path: Path
+) -> None:
     """Chi-square of three tokens, each one of four, against the product of the model's own probabilities."""
     allowed, draws, prompt = (11, 200, 301, 402), 2000, (5, 9, 70, 3)
 
@@ -189,7 +267,8 @@ def test_what_is_sampled_behind_guesses_is_distributed_as_the_model_says(model: 
         return [allowed[(sum(tokens) + i) % 4] for i in range(limit)]
 
     samples = [ask(str(i), prompt, max_tokens=3, seed=i, allowed_token_ids=allowed) for i in range(draws)]
-    got, stats = serve(model, samples, Scripted(script), SETTINGS)
+    proposer = Scripted(script) if guesser == "script" else drafter(tiny_model(tmp_path, seed=1))
+    got, stats = serve(model, samples, proposer, SETTINGS)
     assert 0.05 < stats.spec_accepted / stats.spec_proposed < 0.95
     counts = Counter(tuple(token for token, _ in answer) for answer in got.values())
     cells = sorted((chance[triple] * draws, counts[triple]) for triple in triples)
