@@ -82,7 +82,7 @@ def build(config: EngineConfig) -> Engine:
         core_settings(config, choice.settings),
         frozenset(tokenizer.eos_token_ids),
         GrammarCompiler(tokenizer.backend.to_str(), tokenizer.eos_token_ids, geometry.vocab_size),
-        proposer=make_proposer(config),
+        proposer=make_proposer(config, choice, geometry.vocab_size),
     )
     for name, directory in adapters(config.model.lora).items():
         load_adapter(core, name, directory)
@@ -108,7 +108,7 @@ def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
             f"--max-model-len {config.model.max_model_len}: this model takes {spec.max_position} tokens at most"
         )
     kept = config.model.quantization if backend == "native" else "none"
-    free = free_memory(config, device)
+    free = free_memory(device)
     settings = executor_settings(config, spec, device, dtype)
     if backend in ("cuda", "rocm"):
         settings = dataclasses.replace(settings, attention=backend)
@@ -132,12 +132,12 @@ def plan_kv(
         "free": free,
         "max_batched_tokens": batched_tokens(config),
         "max_num_seqs": config.schedule.max_num_seqs,
+        "draft": draft,
     }
     weights = weight_bytes(spec, path, dtype=dtype, quantization=kept)  # type: ignore[arg-type]
     token = int(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * element)
     if kv.num_kv_blocks or kv.kv_memory != "auto":
         try:
-        "draft": draft,
             size = kv.num_kv_blocks * kv.block_size * token if kv.num_kv_blocks else memory(kv.kv_memory, free)
             return plan_memory(spec, weights, kv=size, **sizes)
         except ConfigError as error:
@@ -151,17 +151,12 @@ def kv_sizes(config: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
     """Sizes of the KV pool and its tiers, as fields of `ExecutorSettings`."""
     kv, free = config.kv, plan.free
     swap = min(plan.kv // 2, int(free * AUTO_SWAP_SHARE)) if kv.swap_space == "auto" else memory(kv.swap_space, free)
-    values: dict[str, Any] = {
-        "max_model_len": config.model.max_model_len or spec.max_position,
-        "max_num_seqs": config.schedule.max_num_seqs,
-        "max_batched_tokens": batched_tokens(config),
-        "block_size": kv.block_size,
+    return {
         "num_blocks": kv.num_kv_blocks or 0,
         "kv_bytes": plan.kv,
         "host_bytes": swap,
         "disk_dir": kv.kv_disk,
         "disk_bytes": memory(kv.kv_disk_size, free) if kv.kv_disk else 0,
-        "dtype": dtype,
     }
 
 
@@ -175,6 +170,7 @@ def executor_settings(config: EngineConfig, spec: DecoderSpec, device: str, dtyp
         "max_num_seqs": config.schedule.max_num_seqs,
         "max_batched_tokens": batched_tokens(config),
         "block_size": kv.block_size,
+        "dtype": dtype,
         "kv_dtype": dtype if kv.kv_cache_dtype == "auto" else kv.kv_cache_dtype,
         "kv_manager": kv.kv_manager,
         "quantization": config.model.quantization,
@@ -286,7 +282,7 @@ def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
     return TorchExecutor(path, spec, choice.settings)
 
 
-def make_proposer(config: EngineConfig) -> Proposer | None:
+def make_proposer(config: EngineConfig, choice: Choice, vocab_size: int) -> Proposer | None:
     """What guesses tokens, if anything does."""
     most = config.schedule.num_drafts
     if (draft := choice.draft) is not None:
@@ -324,9 +320,9 @@ def describe(
     pool = f"{geometry.num_blocks} KV blocks of {geometry.block_size} tokens ({config_words(config)})"
     tiers = f", {geometry.host_blocks} swap blocks" if geometry.host_blocks else ""
     tiers += f", {geometry.disk_blocks} disk blocks" if geometry.disk_blocks else ""
-    notes = (
     size = f"{s.max_num_seqs} sequences and {s.max_batched_tokens} tokens a step"
     size += f", drafts by {config.schedule.draft_model} ({choice.draft.spec.family})" if choice.draft else ""
+    notes = (
         f"model    {config.model.model} ({spec.family}, context {geometry.max_model_len}) from {path}",
         f"compute  {backend}, {s.threads} threads, {s.dtype}, quantization {s.quantization} ({choice.why})",
         f"memory   {pool}{tiers}: {choice.memory}",

@@ -95,12 +95,15 @@ class ScheduleConfig:
         None, "tokens computed in one step (default: 512, or --max-num-seqs when larger)", low=1, common=True
     )
     speculate: str = option(
-        "off", "guess tokens and check many at once; ngram: by what stood there before", choices=("off", "ngram")
+        "auto",
+        "guess tokens and check many at once; ngram: by what stood there before; draft: by --draft-model; "
+        "auto: draft where there is one, else off",
+        choices=("auto", "off", "ngram", "draft"),
     )
+    draft_model: str = option("", "small model of the same vocabulary that guesses tokens", metavar="MODEL")
     num_drafts: int = option(8, "most guesses a sequence and step", low=1, high=64)
     target_itl: int = option(
         100,
-    draft_model: str = option("", "small model of the same vocabulary that guesses tokens", metavar="MODEL")
         "milliseconds that prompts may hold up running answers a step; 0 = no bound",
         low=0,
         high=60_000,
