@@ -162,6 +162,7 @@ class ServerConfig:
     shutdown_timeout: float = option(30.0, "time that running requests get after SIGTERM", low=0, common=True)
     watchdog_timeout: float = option(60.0, "an engine without a step for so long is restarted; 0 = never", low=0)
     max_restarts: int = option(5, "restarts in a row that get nowhere before the server exits", low=0)
+    otlp_endpoint: str = option("", "collector that gets traces, OTLP over HTTP", form="url", metavar="URL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +329,17 @@ def _device_problem(text: str) -> str:
     return "" if good else "must be auto, cpu, cuda or cuda:N"
 
 
-FORMS = {"memory": _memory_problem, "device": _device_problem}
+def _endpoint_problem(text: str) -> str:
+    good = re.fullmatch(r"|tcp://\S+:\d{1,5}|ipc://.+", text)
+    return "" if good else "must be tcp://ADDRESS:PORT or ipc://PATH"
+
+
+def _url_problem(text: str) -> str:
+    good = re.fullmatch(r"|https?://[^\s/]+(/\S*)?", text)
+    return "" if good else "must be a URL such as http://127.0.0.1:4318"
+
+
+FORMS = {"memory": _memory_problem, "device": _device_problem, "url": _url_problem, "endpoint": _endpoint_problem}
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 MOST = 10**18  # of a number without a limit of its own
 TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

@@ -189,7 +189,7 @@ class Generation:
         n = params.n
         self._choices = [_Choice(self.tokenizer, self.options, params.stop_token_ids) for _ in range(n)]
         self._left = n
-        self._reasons: set[str] = set()
+        self.reasons: dict[int, str] = {}  # of the choices that have ended
         self.record: RequestRecord | None = None
 
     async def start(self) -> None:
@@ -233,7 +233,7 @@ class Generation:
                     delta = await anext(self._deltas, None)
             if self._left:
                 raise RequestFailed("the engine ended the request without a result")
-            record.close(_worst(self._reasons))
+            record.close(_worst(set(self.reasons.values())))
         except (asyncio.CancelledError, GeneratorExit):
             record.close("abort")
             raise
@@ -262,7 +262,7 @@ class Generation:
         record.tokens(delta.choice, len(piece.tokens))
         if piece.finish is not None:
             self._left -= 1
-            self._reasons.add("abort" if piece.stop_reason == "timeout" else piece.finish)
+            self.reasons[delta.choice] = "abort" if piece.stop_reason == "timeout" else piece.finish
             if delta.finish is None:
                 self.client.abort(self.request.id, delta.choice)
         return piece

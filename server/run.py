@@ -36,7 +36,7 @@ class Run:
         self._place = ExitStack()
         self._starting: asyncio.Task[None] | None = None
         self._began = time.monotonic()
-        self._logged = False
+        self._closed = False
 
     async def start(self) -> None:
         """Submit, and wait for the first tokens: so refusals have a status, and the headers can tell the first wait.
@@ -114,8 +114,12 @@ class Run:
             await asyncio.gather(self._starting, return_exceptions=True)
         await close_all(self.generations)
         self._place.close()
-        if self._exchange.generated and not self._logged:
-            self._logged = True
+        if self._closed:
+            return
+        self._closed = True
+        if self._service.traces:
+            self._service.traces.ended(self._request, self.generations)
+        if self._exchange.generated:
             usage, timing = self.usage, self.timing
             logger.info(
                 "%s %s: %d + %d tokens, %d cached, queued %.3f s, first token %.3f s, in all %.3f s%s",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from server.batch_runner import BatchRunner
 
+    from server.traces import Traces
 log = logging.getLogger("octavo")
 
 NICE = 10  # below the engine: every descheduled kernel thread costs a step milliseconds
@@ -108,6 +109,7 @@ class Daemon:
         opening = loop.create_task(self._open())
         try:
             await self._http.serve([self._socket])
+        self._traces: Traces | None = None
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
@@ -129,6 +131,8 @@ class Daemon:
             ready = await starting
         except Exception as error:
             if not isinstance(error, OctavoError):
+            if self._traces:
+                await self._traces.close()
                 log.exception("the server can't start")
             self._failure = ConfigError(str(error) or type(error).__name__)
             if starting:
@@ -160,6 +164,7 @@ class Daemon:
             host,
             port,
             keys,
+        self._traces = app.state.service.traces
             took,
         )
 
@@ -249,6 +254,7 @@ def default_names(model: str) -> tuple[str, ...]:
     path = Path(model)
     if not path.exists() or path.name in ("", ".", ".."):
         return (model,)
+        otlp_endpoint=own.otlp_endpoint,
     return tuple(dict.fromkeys((path.name.removesuffix(".gguf"), model)))
 
 

@@ -58,6 +58,7 @@ class Service:
         self.responses = ResponseStore()
         self.store = FileStore(settings.data_dir) if settings.data_dir else None
         self.key_limits = KeyLimits(settings.api_keys)
+        self.traces = Traces(settings.otlp_endpoint, self.model, version, client) if settings.otlp_endpoint else None
         self.metrics = Metrics(client, self.model, {"version": version}, aliases=settings.vllm_metric_aliases)
 
     @property

@@ -36,6 +36,7 @@ class ServerSettings:
     model_root: str = ""  # shown as `root` in /v1/models; "" = the first served name
     api_keys: tuple[ApiKey, ...] = ()  # empty = no authentication
     public_metrics: bool = False  # /metrics needs no key
+    otlp_endpoint: str = ""  # URL of an OpenTelemetry collector; "" = no traces
     vllm_metric_aliases: bool = False  # every octavo_ metric a second time under vLLM's name
     max_body_bytes: int = 10 * 2**20
     max_tokens_policy: Literal["clamp", "refuse"] = "clamp"  # chat: max_tokens beyond the room in the context
@@ -46,6 +47,7 @@ class ServerSettings:
     root_path: str = ""  # prefix that a proxy strips
     keep_alive_s: float = 15.0  # a comment is sent on a stream that was silent for so long
     stuck_after_s: float = 30.0  # /health/ready fails when work waits and no step ended for so long
+    kv_transfer_dir: str = ""  # cached prefixes may be exported to it and imported from it; "" = none
     lora_dir: str = ""  # adapters below it may be loaded over HTTP; "" = none
     data_dir: str = ""  # store of /v1/files and /v1/batches; "" = these routes answer 404
     log_prompts: bool = False
