@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.api import Stats
 from engine.core.ledger import Ledger
 from engine.core.plan import Geometry
 from engine.core.request import Request, Sequence, Status
-from engine.kv import BlockView, KVManager
+from engine.kv import KVManager
 
 FINISHED_SHOWN = 20  # of those that ended, on the page
+_FREE = ord("f")
+_MORE = bytes.maketrans(b"fcus", b"cuss")  # the letter of a block with one holder more; the index is the first
 
 
 def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
@@ -25,7 +28,7 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
         {"id": i, "state": "free", "refs": 0, "holders": [], "tokens": 0} for i in range(geometry.num_blocks)
     ]
     views = kv.blocks()
-    cells = _cells(kv, views)
+    cells = _cells(kv, [view.id for view in views])
     for view in views:
         holders = [{"request": names[s].request.add.id, "choice": names[s].choice} for s in view.holders]
         blocks[cells[view.id]] = {
@@ -56,20 +59,25 @@ def _pools(kv: KVManager, geometry: Geometry) -> dict[str, Any]:
 
 def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: float) -> dict[str, Any]:
     """What the page shows twice a second, compact: a letter a block (f c u s) and the tables of the sequences."""
-    letters = ["f"] * geometry.num_blocks
-    views = kv.blocks()
-    cells = _cells(kv, views)
-    for view in views:
-        letters[cells[view.id]] = "cus"[min(2, len(view.holders))]
+    states = bytearray(b"f") * geometry.num_blocks
+    held = [*kv.held()]
+    cells = _cells(kv, held)
+    for id in held:
+        states[cells[id]] = _MORE[_FREE]
+    running = [s for r in ledger.requests.values() for s in r.sequences if s.status is Status.RUNNING]
+    tables = {seq.id: [cells[id] for id in kv.table(seq.id)] for seq in running}
+    for table in tables.values():
+        for cell in table:
+            states[cell] = _MORE[states[cell]]
     return {
         "time": now,
         **_pools(kv, geometry),
-        "states": "".join(letters),
+        "states": states.decode(),
         "sequences": [
             {
                 "request": seq.request.add.id,
                 "choice": seq.choice,
-                "table": [cells[b] for b in kv.table(seq.id)] if seq.status is Status.RUNNING else [],
+                "table": tables.get(seq.id, []),
                 "host_blocks": -(-seq.confirmed // geometry.block_size) if seq.status is Status.SWAPPED else 0,
             }
             for request in ledger.requests.values()
@@ -87,7 +95,7 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
     if not 0 <= id < geometry.num_blocks:
         return None
     views = kv.blocks()
-    cells = _cells(kv, views)
+    cells = _cells(kv, [view.id for view in views])
     view = next((v for v in views if cells[v.id] == id), None)
     if view is None:
         return {"id": id, "refs": 0, "holders": [], "tokens": []}
@@ -106,11 +114,11 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
     }
 
 
-def _cells(kv: KVManager, views: list[BlockView]) -> dict[int, int]:
+def _cells(kv: KVManager, held: Iterable[int]) -> Mapping[int, int] | range:
     """Where each block in use is shown: at its id or, where ids are addresses, in the order of those."""
     if kv.ids_are_addresses:
-        return {id: cell for cell, id in enumerate(sorted(view.id for view in views))}
-    return {view.id: view.id for view in views}
+        return {id: cell for cell, id in enumerate(sorted(held))}
+    return range(kv.usage().total)
 
 
 def requests(ledger: Ledger, now: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ reserve-the-maximum baseline). A sequence is named by an integer that the schedu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -128,6 +128,9 @@ class KVManager(Protocol):
 
     def content(self, block: int) -> tuple[int, ...]:
         """Tokens that the prefix index knows this block to hold; () when at most a sequence knows."""
+
+    def held(self) -> Iterable[int]:
+        """Ids of the device blocks in use, the index's included."""
 
     def check(self) -> None:
         """Raise AssertionError if any count disagrees with what is held. For tests and after a failure."""

@@ -9,7 +9,8 @@ Block ids are row * pages_per_row + page. In `virtual` a row is the scheduler's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from engine.core.plan import KVOp
 from engine.kv import BlockView, Promotion, Usage
@@ -200,6 +201,9 @@ class ContiguousKV:
     def blocks(self) -> list[BlockView]:
         """Ids are places in rows: for the virtual manager they may exceed the number of pages with memory."""
         return [
+    def held(self) -> Iterable[int]:
+        return chain.from_iterable(map(self._held, self._rows.values()))
+
             BlockView(block, 1, False, (seq,)) for seq, record in self._rows.items() for block in self._held(record)
         ]
 

@@ -8,7 +8,8 @@ nodes    [ n0 | n1 ]                  the published part: the trie's nodes on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, count
 
 from engine.core.plan import KVOp
 from engine.kv import BlockView, Promotion, Usage
@@ -346,6 +347,9 @@ class PagedKV:
         node = self._index.owner[block]
         if node is None:
             return ()
+    def held(self) -> Iterable[int]:
+        return compress(count(), self._pool.refs)
+
         size = len(node.key) // len(node.blocks)
         at = node.blocks.index(block) * size
         return node.key[at : at + size]

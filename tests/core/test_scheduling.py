@@ -459,9 +459,11 @@ def test_snapshots_are_json_and_name_every_holder() -> None:
     shared = [b for b in memory["blocks"] if b["state"] == "shared"]
     assert shared
     assert shared[0]["holders"] == [{"request": "a", "choice": 0}, {"request": "a", "choice": 1}]
+    assert w.core.inspect("live")["states"] == "".join(b["state"][0] for b in memory["blocks"])
     assert sum(b["tokens"] for b in memory["blocks"]) == 8 + (11 - 8) + (10 - 8)
     w.run()
     assert {b["state"] for b in w.core.inspect("kv")["blocks"]} == {"free", "cached"}
+    assert set(w.core.inspect("live")["states"]) == {"f", "c"}
     everything = json.loads(json.dumps(w.core.inspect("requests")))
     assert [r["id"] for r in everything["finished"]] == ["a"]
     assert [e["event"] for e in events(w, "a")][:3] == ["queued", "admitted", "admitted"]
