@@ -108,7 +108,7 @@ def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
             f"--max-model-len {config.model.max_model_len}: this model takes {spec.max_position} tokens at most"
         )
     kept = config.model.quantization if backend == "native" else "none"
-    free = free_memory(device)
+    free = free_memory(config, device)
     settings = executor_settings(config, spec, device, dtype)
     if backend in ("cuda", "rocm"):
         settings = dataclasses.replace(settings, attention=backend)
@@ -295,10 +295,10 @@ def make_proposer(config: EngineConfig, choice: Choice, vocab_size: int) -> Prop
     return NgramProposer(most)
 
 
-def free_memory(device: str) -> int:
-    """Bytes that are free on the device."""
+def free_memory(config: EngineConfig, device: str) -> int:
+    """Bytes that are free on the device, of which each replica on a CPU has its share."""
     if device == "cpu":
-        return machine.available_memory()
+        return machine.available_memory() // config.parallel.replicas
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])

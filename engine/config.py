@@ -122,6 +122,7 @@ class ParallelConfig:
     isa: str = option(
         "auto", "CPU instruction set", choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "neon")
     )
+    replicas: int = option(1, "engine processes, each with its part of the cores or a GPU", low=1, high=64, common=True)
     attention_backend: str = option(
         "auto",
         "native = C++ kernels, reference = torch (slow), cuda and rocm = GPU kernels",
@@ -177,6 +178,7 @@ class EngineConfig:
     @classmethod
     def of(cls, model: str, **settings: Any) -> EngineConfig:
         """The configuration of an offline `LLM(model, **settings)`. Raises ConfigError."""
+    replica: int = 0  # which of `parallel.replicas` this engine is
         given = [Given("argument", name, name, value) for name, value in {"model": model, **settings}.items()]
         return Settings.resolve(given, only=ENGINE_GROUPS).engine
 

@@ -22,7 +22,7 @@ import msgspec
 from engine.api import AddRequest, Delta, FinishReason, SamplingParams, Stats, TokenLogprobs
 from engine.build import build, find_model
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest, RequestFailed
+from engine.errors import ConfigError, InvalidRequest, RequestFailed
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import Detokenizer, StopChecker
 from engine.text.tokenizer import Tokenizer
@@ -57,6 +57,8 @@ class LLM:
 
     def __init__(self, model: str | EngineConfig = "smollm2", **settings: Any) -> None:
         config = model if isinstance(model, EngineConfig) else EngineConfig.of(model, **settings)
+        if config.parallel.replicas > 1:
+            raise ConfigError("replicas: `octavo serve` has several engines, an LLM is one")
         path = find_model(config, progress=True)
         self._engine = build(config)
         self._core = self._engine.core

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
 UNLIMITED = 1 << 60
 
 
@@ -35,6 +36,32 @@ def cores() -> int:
         if quota != "max":
             count = min(count, max(int(quota) // int(period), 1))
     return count
+
+
+def core_shares(count: int) -> list[tuple[int, ...]]:
+    """The cores of this process in `count` equal parts; memory nodes and pairs of hyperthreads stay together.
+
+    With fewer cores than parts, neighbours share one. Empty parts where the system can't tell: no limits.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * count
+    found = sorted(os.sched_getaffinity(0), key=_place)[: cores()]
+    n = len(found)
+    return [tuple(found[i * n // count : max((i + 1) * n // count, i * n // count + 1)]) for i in range(count)]
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """(memory node, physical core, number)"""
+    directory = CPUS / f"cpu{core}"
+    nodes = sorted(int(path.name[4:]) for path in directory.glob("node[0-9]*"))
+    return nodes[0] if nodes else 0, _number(directory / "topology/core_id"), core
+
+
+def gpu_shares(count: int) -> list[str]:
+    """The GPU of each of `count` processes as CUDA_VISIBLE_DEVICES has it; they take turns when there are fewer."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [path.name[6:] for path in sorted(Path("/dev").glob("nvidia[0-9]*"))] if given is None else given.split(",")
+    return [gpus[i % len(gpus)] if gpus else "" for i in range(count)]
 
 
 def huge_pages() -> str:

@@ -85,6 +85,7 @@ Receive = Callable[[float | None], list[ToEngine]]
 """All messages there are, after waiting for the first at most so many seconds (None: as long as it takes)."""
 
 
+    cores: tuple[int, ...] = ()  # that the engine may use; () = all
 def build_or_tell(factory: str, config: EngineConfig, send: Callable[[FromEngine], None]) -> Engine | None:
     """Call the factory ("module:function"); when that fails, say why and return None."""
     try:
@@ -246,3 +247,5 @@ if __name__ == "__main__":
     from engine.process import main as real_main
 
     sys.exit(real_main(Path(sys.argv[1])))
+        if start.cores:
+            os.sched_setaffinity(0, start.cores)

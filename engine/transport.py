@@ -117,16 +117,19 @@ class Keeper:
 class ProcessLauncher:
     """Engines in processes of their own (`engine.process`), reached over ZeroMQ in a private directory."""
 
-    def __init__(self, factory: str, log_level: str) -> None:
+    def __init__(self, factory: str, log_level: str, *, cores: tuple[int, ...] = (), gpu: str = "") -> None:
+        """`cores`, `gpu`: all that the engines may use of this machine's; empty = everything."""
         self._factory = factory
         self._log_level = log_level
+        self._cores = cores
+        self._environ = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         self._keeper = Keeper()
 
     def launch(
         self, config: EngineConfig, on_message: Callable[[FromEngine], None], on_exit: Callable[[Exit], None]
     ) -> Handle:
-        first = Start(config, self._factory, self._log_level)
-        return ProcessHandle(self._keeper, first, on_message, on_exit)
+        first = Start(config, self._factory, self._log_level, self._cores)
+        return ProcessHandle(self._keeper, first, self._environ, on_message, on_exit)
 
     def close(self) -> None:
         self._keeper.close()
@@ -141,6 +144,7 @@ class ProcessHandle:
         self,
         keeper: Keeper,
         first: Start,
+        environ: dict[str, str],
         on_message: Callable[[FromEngine], None],
         on_exit: Callable[[Exit], None],
     ) -> None:
@@ -169,7 +173,7 @@ class ProcessHandle:
         keeper.keep(
             # -P: what lies in the current directory is no part of the program.
             [sys.executable, "-P", "-m", "engine.process", str(self._directory)],
-            {**os.environ, "PYTHONPATH": _python_path()},
+            {**os.environ, **environ, "PYTHONPATH": _python_path()},
             lambda process: self._from_thread(self._started, process),
             lambda status: self._from_thread(self._exited, status),
         )

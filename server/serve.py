@@ -25,9 +25,10 @@ import uvicorn
 
 from engine.api import Ready
 from engine.build import find_model
-from engine.client import ProcessClient
-from engine.config import Settings, adapters, memory
+from engine.client import EngineClient, ProcessClient
+from engine.config import ServerConfig, Settings, adapters, memory
 from engine.errors import ConfigError, OctavoError
+from engine.replicas import Replicas
 from server.connection import BoundedProtocol
 from server.settings import ApiKey, ServerSettings
 
@@ -93,7 +94,8 @@ class Daemon:
         self._stopping: asyncio.Task[None] | None = None
         self._batches: BatchRunner | None = None
         own = settings.server
-        self._client = ProcessClient(
+        make = Replicas if settings.engine.parallel.replicas > 1 else ProcessClient
+        self._client: EngineClient = make(
             settings.engine,
             watchdog_s=own.watchdog_timeout,
             max_restarts=own.max_restarts,

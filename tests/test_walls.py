@@ -19,6 +19,7 @@ SERVER_MAY_IMPORT = {
     "build",
     "llm",
     "native",
+    "replicas",
     "simulate",
 }
 

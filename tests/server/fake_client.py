@@ -46,6 +46,7 @@ class FakeClient:
         self.step_age_s: float | None = 0.1
         self.live: dict[str, Live] = {}
         self.adapters: dict[str, str] = {}
+        self.replicas: tuple[Any, ...] = ()
         self.submitted: list[AddRequest] = []
         self.aborted: list[tuple[str, int]] = []
         self.stats = Stats(blocks_total=64, blocks_free=64, time=time.time())
