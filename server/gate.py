@@ -92,6 +92,9 @@ class Gate:
     def _admit(self, scope: Scope, headers: dict[bytes, str], exchange: Exchange) -> None:
         path = scope["path"]
         is_open = path in self._open or path.startswith("/static/")
+        if not is_open and scope.get("state", {}).get("crowded"):
+            text = "too many connections are open (--max-connections); try again later"
+            raise HTTPError(503, text, code="too_many_connections", headers={"retry-after": "1"})
         if not is_open and scope["method"] != "OPTIONS":
             x_api_key = headers.get(b"x-api-key") if path.startswith("/v1/messages") else None
             exchange.key = self._ring.authenticate(headers.get(b"authorization"), x_api_key)
@@ -125,7 +128,7 @@ class Gate:
 
     async def _fail(self, error: Exception, scope: Scope, exchange: Exchange, send: Send) -> None:
         reply = reply_to(error)
-        if reply.status >= 500:
+        if reply.status >= 500 and reply.status != 503:  # what makes it unavailable is logged once, where it happens
             bug = None if isinstance(error, OctavoError) else error  # ours say what happened; a bug needs its trace
             logger.error("%s %s [%s]: %s", scope["method"], scope["path"], exchange.id, error, exc_info=bug)
         elif scope["method"] == "POST":

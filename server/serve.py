@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from server.batch_runner import BatchRunner
-
     from server.traces import Traces
+
 log = logging.getLogger("octavo")
 
-NICE = 10  # below the engine: every descheduled kernel thread costs a step milliseconds
+NICE = 5  # below the engine, whose steps wait for each of their threads; see docs/decisions.md, 21
 KEEP_ALIVE_S = 75
+HANDSHAKE_TIMEOUT_S = 10.0
 FLUSH_S = 5  # for responses to reach their clients after the last token
 KEY_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency", "priority")
 
@@ -70,7 +71,22 @@ class FrontDoor:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own signals: `serve` decides what they mean."""
+    """uvicorn without its own signals (`serve` decides what they mean), and with little patience for handshakes."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on `sockets`."""
+        config = self.config
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> BoundedProtocol:
+            return BoundedProtocol(config=config, server_state=self.server_state, app_state={})
+
+        patience = {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S} if config.ssl else {}
+        self.servers = [
+            await loop.create_server(protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, **patience)
+            for sock in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,11 +104,12 @@ class Daemon:
         self._api = server_settings(settings)
         self._socket = listen(settings.server.host, settings.server.port)
         self._door = FrontDoor()
-        self._http = HttpServer(http_config(settings, self._door))
+        self._http = HttpServer(http_config(settings.server, self._door))
         self._failure: ConfigError | None = None
         self._status = 0
         self._stopping: asyncio.Task[None] | None = None
         self._batches: BatchRunner | None = None
+        self._traces: Traces | None = None
         own = settings.server
         make = Replicas if settings.engine.parallel.replicas > 1 else ProcessClient
         self._client: EngineClient = make(
@@ -111,10 +128,11 @@ class Daemon:
         opening = loop.create_task(self._open())
         try:
             await self._http.serve([self._socket])
-        self._traces: Traces | None = None
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
+            if self._traces:
+                await self._traces.close()
             await self._client.close()
         if self._failure:
             raise self._failure
@@ -133,8 +151,6 @@ class Daemon:
             ready = await starting
         except Exception as error:
             if not isinstance(error, OctavoError):
-            if self._traces:
-                await self._traces.close()
                 log.exception("the server can't start")
             self._failure = ConfigError(str(error) or type(error).__name__)
             if starting:
@@ -148,6 +164,7 @@ class Daemon:
         gc.collect()
         gc.freeze()
         self._batches = app.state.batches
+        self._traces = app.state.service.traces
         if self._batches is not None:
             self._batches.resume()
         for note in ready.notes:
@@ -166,7 +183,6 @@ class Daemon:
             host,
             port,
             keys,
-        self._traces = app.state.service.traces
             took,
         )
 
@@ -210,7 +226,7 @@ def serve(settings: Settings, version: str) -> int:
         stream=sys.stderr,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_run(settings, version))
 
 
@@ -218,7 +234,8 @@ async def _run(settings: Settings, version: str) -> int:
     return await Daemon(settings, version).run()
 
 
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop's loop where there is one."""
     try:
         import uvloop
     except ImportError:
@@ -237,6 +254,7 @@ def server_settings(settings: Settings) -> ServerSettings:
         model_root=model.model,
         api_keys=api_keys(own.api_key, own.api_key_file),
         public_metrics=own.public_metrics,
+        otlp_endpoint=own.otlp_endpoint,
         vllm_metric_aliases=own.metrics_vllm_aliases,
         max_body_bytes=memory(own.max_body_size, 0),
         max_tokens_policy="refuse" if own.max_tokens_policy == "refuse" else "clamp",
@@ -256,7 +274,6 @@ def default_names(model: str) -> tuple[str, ...]:
     path = Path(model)
     if not path.exists() or path.name in ("", ".", ".."):
         return (model,)
-        otlp_endpoint=own.otlp_endpoint,
     return tuple(dict.fromkeys((path.name.removesuffix(".gguf"), model)))
 
 
@@ -316,9 +333,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def http_config(settings: Settings, app: ASGIApp) -> uvicorn.Config:
+def http_config(own: ServerConfig, app: ASGIApp) -> uvicorn.Config:
     """uvicorn's configuration: bare ASGI, no access log of its own. Raises ConfigError for a bad certificate."""
-    own = settings.server
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -28,9 +29,13 @@ def free_port() -> int:
 class Server:
     """One `octavo serve` process."""
 
-    def __init__(self, *flags: str, model: str = "smollm2", module: str = "server") -> None:
+    def __init__(
+        self, *flags: str, model: str = "smollm2", module: str = "server", tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`tls`: how to trust a server whose flags are of TLS."""
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self._trust = tls or True
         command = [sys.executable, "-m", module, "serve", model, "--port", str(self.port), *flags]
         self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115  # a pipe that nobody reads would block it when full
         self.process = subprocess.Popen(
@@ -43,7 +48,7 @@ class Server:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.said()}")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=2, verify=self._trust).status_code == 200:
                     return
             time.sleep(0.1)
         raise AssertionError(f"the server was not ready within {READY_WITHIN_S:.0f} s")
@@ -54,7 +59,7 @@ class Server:
         return self.log.read()
 
     def health(self) -> dict:
-        return httpx.get(f"{self.url}/health", timeout=5).json()
+        return httpx.get(f"{self.url}/health", timeout=5, verify=self._trust).json()
 
     def stop(self) -> int:
         if self.process.poll() is None:

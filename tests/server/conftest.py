@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
+from engine.config import ServerConfig
 from engine.model.pull import pull
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server.app import create_app
-from server.connection import BoundedProtocol
+from server.serve import HttpServer, http_config, loop_factory
 from server.settings import ServerSettings
 from tests.server.fake_client import FakeClient
 
@@ -142,17 +142,18 @@ async def serving(tokenizer: Tokenizer, client: FakeClient | None = None, **chan
 
 
 @contextmanager
-def listening(tokenizer: Tokenizer, **changes: Any) -> Iterator[tuple[str, FakeClient]]:
-    """The application behind a real uvicorn on loopback: its address and its fake client."""
+def listening(
+    tokenizer: Tokenizer, own: ServerConfig | None = None, **changes: Any
+) -> Iterator[tuple[str, FakeClient]]:
+    """The application behind the daemon's HTTP server on loopback, with its flags `own`: address and fake client."""
+    own = own or ServerConfig()
     started = threading.Event()
     made: list[Any] = []
 
     async def main() -> None:
         client = FakeClient(tokenizer, delay_s=changes.pop("delay_s", 0.0))
         app = create_app(client, tokenizer, ChatTemplate.of(tokenizer), settings(**changes), "1.2.3")
-        config = uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off")
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None
+        server = HttpServer(http_config(own, app))
         made.extend((server, client))
         started.set()
         await server.serve([sock])
@@ -162,11 +163,16 @@ def listening(tokenizer: Tokenizer, **changes: Any) -> Iterator[tuple[str, FakeC
         sock.bind(("127.0.0.1", 0))
         sock.listen(64)
         port = sock.getsockname()[1]
-        thread = threading.Thread(target=lambda: asyncio.run(main()))
+
+        def work() -> None:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(main())
+
+        thread = threading.Thread(target=work)
         thread.start()
         started.wait()
         try:
-            yield f"http://127.0.0.1:{port}", made[1]
+            yield f"{'https' if own.ssl_certfile else 'http'}://127.0.0.1:{port}", made[1]
         finally:
             made[0].should_exit = True
             thread.join()

@@ -1,7 +1,9 @@
 """What a connection may cost before it has sent a request, over real sockets."""
 
 import asyncio
+import contextlib
 import json
+import select
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -9,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 
+from engine.config import ServerConfig
 from server import connection
 from tests.server.conftest import listening
 
@@ -121,3 +124,68 @@ async def test_a_client_that_takes_nothing_of_its_response_is_dropped(monkeypatc
         async with asyncio.timeout(20):
             await dropped.wait()
     listener.close()
+
+
+def until_closed(s: socket.socket) -> bytes:
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := s.recv(65536):
+            answer += data
+    return answer
+
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("drip", [b"x", b"\r\n"], ids=["a body after its refusal", "empty lines"])
+def test_a_connection_that_goes_on_after_its_response_is_closed_all_the_same(tokenizer, monkeypatch, drip):
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    head = REQUEST if drip == b"\r\n" else START + b"Content-Length: 999999999999\r\n\r\n"
+    with listening(tokenizer) as (url, _), socket.create_connection(address_of(url), timeout=10) as s:
+        s.sendall(head)
+        assert b"HTTP/1.1" in s.recv(65536)
+        with contextlib.suppress(OSError):  # a reset
+            while not select.select([s], [], [], 0.01)[0] or s.recv(65536):
+                s.sendall(drip)
+
+
+def test_requests_without_end_on_one_connection_do_not_pile_up(address):
+    with socket.create_connection(address, timeout=10) as s:
+        s.sendall(REQUEST * 1000)
+        answer = until_closed(s)
+    assert answer.count(b"HTTP/1.1 200") <= connection.MAX_PIPELINED + 2
+
+
+def test_a_few_pipelined_requests_are_answered_in_turn(address):
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(address, timeout=10) as s:
+        s.sendall(REQUEST * 5 + last)
+        answer = until_closed(s)
+    assert answer.count(b"HTTP/1.1 200") == 6
+
+
+def test_connections_beyond_the_limit_are_told_so_and_counted(tokenizer, monkeypatch):
+    monkeypatch.setattr(connection, "CROWD", 2)
+    with listening(tokenizer, ServerConfig(max_connections=2)) as (url, _):
+        address = address_of(url)
+        first = [socket.create_connection(address, timeout=10) for _ in range(2)]
+        for s in first:
+            s.sendall(REQUEST)
+            assert s.recv(65536).startswith(b"HTTP/1.1 200")
+        with socket.create_connection(address, timeout=10) as s:
+            s.sendall(START + b"Content-Length: 2\r\n\r\n{}")
+            head, _, body = until_closed(s).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        status, health, _ = said(address, REQUEST)
+        assert status == 200, "a probe must not take a busy server for a dead one"
+        assert health["status"] == "ready"
+        waiting = [socket.create_connection(address, timeout=10) for _ in range(2)]
+        with socket.create_connection(address, timeout=10) as s:
+            assert until_closed(s) == b""
+        first[0].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        metrics = until_closed(first[0]).decode()
+        assert 'octavo_requests_refused_total{model_name="m",reason="unavailable"} 1' in metrics
+        for s in (*first, *waiting):
+            s.close()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest, Overloaded
+from server.app import ROUTES
 from tests.server.conftest import Api, chat_body, complete_body, error_of, serving
 
 pytestmark = pytest.mark.anyio
@@ -123,3 +124,21 @@ async def test_a_burst_of_broken_requests_leaves_a_working_server(api: Api):
         await api.refused("/v1/completions", complete_body([i, -1]))
     await api.chat()
     assert await api.metric("octavo_requests_refused_total", reason="invalid") == 60
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.queued], ids=lambda route: route.path)
+async def test_who_finds_the_queue_full_is_refused_before_the_body_is_read(api, route):
+    api.client.refusal = Overloaded("full", retry_after_s=3)
+    read = []
+
+    async def body():
+        read.append(True)
+        yield b"{"
+
+    response = await api.http.post(route.path, content=body())
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "3"
+    assert not read
+    assert await api.metric("octavo_requests_refused_total", reason="overloaded") == 1
+    assert await api.metric("octavo_http_requests_total", route=route.path, code="429") == 1
+    assert await api.metric("octavo_refusal_time_seconds_count") == 1
