@@ -130,8 +130,9 @@ def parser() -> Parser:
         )
         sub.set_defaults(run=command.run, parser=sub)
         command.add_arguments(sub)
-    # Only for the list: `main` hands these to their own modules.
-    commands.add_parser("bench", help="measure a server, steps, kernels (octavo bench NAME --help)")
+    # Only for the list and for completion: `main` hands these to their own modules.
+    bench = commands.add_parser("bench", help="measure a server, steps, kernels (octavo bench NAME --help)")
+    bench.add_argument("name", choices=BENCHES)
     commands.add_parser("plan", help="plan capacity with the real scheduler on a virtual clock")
     return top
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from engine.config import OPTIONS
@@ -71,3 +73,21 @@ def test_completion_knows_every_flag(capsys: pytest.CaptureFixture[str], shell: 
     text = output(capsys, "completion", shell)[1]
     flags = [o.flag.removeprefix("--") for o in OPTIONS.values() if o.name != "model"]
     assert [flag for flag in flags if flag not in text] == []
+    assert " ".join(BENCHES) in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["se"], ["serve"]),
+        (["serve", "--kv-m"], ["--kv-memory", "--kv-manager"]),
+        (["serve", "--preemption", "re"], ["recompute"]),
+        (["bench", "ker"], ["kernels"]),
+        (["config", "sh"], ["show"]),
+    ],
+)
+def test_bash_completes(capsys: pytest.CaptureFixture[str], typed: list[str], offered: list[str]) -> None:
+    script = output(capsys, "completion", "bash")[1]
+    ask = f'COMP_WORDS=(octavo {" ".join(typed)}); COMP_CWORD={len(typed)}; _octavo; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "--norc", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == offered
