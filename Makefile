@@ -52,6 +52,7 @@ test-tools:
 
 test: check test-tools
 	$(BIN)/octavo pull smollm2
+	$(BIN)/octavo pull all-minilm-l6-v2
 	$(BIN)/pytest
 
 # Kernels in the emulator, under sanitizers, and compiled for every GPU target that a compiler is here for.

@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from engine.api import AddRequest, Delta, FinishReason, SamplingParams, Stats, TokenLogprobs
+from engine.api import AddRequest, Delta, FinishReason, Pooling, SamplingParams, Stats, TokenLogprobs
 from engine.build import build, find_model
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest, RequestFailed
@@ -63,7 +63,7 @@ class LLM:
         self._engine = build(config)
         self._core = self._engine.core
         ready = self._engine.ready
-        self._limits = Limits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        self._limits = Limits.of(ready)
         self.tokenizer = Tokenizer.load(path)
         self._template = ChatTemplate.of(self.tokenizer)
         self._count = 0
@@ -122,9 +122,9 @@ class LLM:
                 self._core.abort(run.request.id)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Literal["last", "mean"] = "mean", progress: bool = False
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, progress: bool = False
     ) -> list[list[float]]:
-        """Hidden states of each prompt, pooled: lists of hidden_size floats."""
+        """Hidden states of each prompt, pooled as the model does by default: lists of hidden_size floats."""
         runs = []
         for prompt in _as_list(prompts):
             request = pooling_request(

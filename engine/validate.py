@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.api import AddRequest, Grammar, SamplingParams
+from engine.api import AddRequest, Grammar, Pooling, Ready, SamplingParams
 from engine.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
@@ -35,6 +35,13 @@ class Limits:
     stop_strings: int = 4
     stop_characters: int = 256
     grammar_bytes: int = 256 * 1024  # engine.text.grammar's limit, which 128 tools with their schemas need
+    generates: bool = True
+    poolings: tuple[Pooling, ...] = ("mean", "last")  # the default first
+
+    @classmethod
+    def of(cls, ready: Ready) -> Limits:
+        """Those of a loaded model."""
+        return cls(ready.max_model_len, ready.vocab_size, generates=ready.generates, poolings=ready.poolings)
 
 
 def _shown(value: object) -> str:
@@ -155,6 +162,15 @@ def _check_grammar(grammar: Grammar, limits: Limits) -> None:
         )
 
 
+def check_generates(limits: Limits) -> None:
+    """Raise InvalidRequest when the model writes no text."""
+    if not limits.generates:
+        raise InvalidRequest(
+            "this model is an encoder: it gives vectors (/v1/embeddings, /v1/score, /v1/rerank) and writes no text",
+            param="model",
+        )
+
+
 def add_request(
     limits: Limits,
     *,
@@ -176,6 +192,7 @@ def add_request(
     `max_tokens_policy` decides what becomes of a max_tokens beyond the room that the prompt leaves: cut to
     the room, or refused. Without max_tokens it is the room.
     """
+    check_generates(limits)
     params = sampling_params(params, limits)
     if not prompt:
         raise InvalidRequest(f"{prompt_field} has no tokens", param=prompt_field)
@@ -221,14 +238,17 @@ def pooling_request(
     *,
     id: str,
     prompt: Sequence[int],
-    pooling: Literal["last", "mean"],
+    pooling: Pooling | None,
     arrival: float,
     prompt_field: str = "input",
     priority: int = 0,
     adapter: str = "",
     key: str = "",
 ) -> AddRequest:
-    """An embedding request: a prompt that fits the context, and nothing is generated."""
+    """An embedding request: a prompt that fits the context, and nothing is generated. Without `pooling` the model's."""
+    pooling = pooling or limits.poolings[0]
+    if pooling not in limits.poolings:
+        raise InvalidRequest(f"pooling is {pooling!r}; this model does {' or '.join(limits.poolings)}", param="pooling")
     if not prompt:
         raise InvalidRequest(f"{prompt_field} has no tokens", param=prompt_field)
     check_token_ids(prompt_field, prompt, limits.vocab_size)

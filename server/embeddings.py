@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.api import Pooling
 from engine.errors import InvalidRequest, RequestFailed
 from engine.validate import check_range, check_token_ids, pooling_request
 from server.generate import Generation, TextOptions
@@ -24,11 +25,12 @@ from server.service import Service, exchange_of, json_response, service_of
 MAX_INPUTS = 2048
 AT_ONCE = 32  # texts of one request in the engine: the others wait here, so that a long list keeps nobody out
 
-Pooling = Literal["last", "mean"]
-
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/embeddings. `pooling`: the last token's state, or the mean of all (default)."""
+    """POST /v1/embeddings. `pooling`: the mean of all tokens' states, that of the last, or (encoders) of the first.
+
+    `truncate_prompt_tokens`: keep this many tokens of each input from its start, special ones included; -1 = what fits.
+    """
 
     model: str
     input: str | list[str | int | list[int]]
@@ -36,6 +38,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
     pooling: Pooling | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
 
 
@@ -46,6 +49,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     text_1: str | list[str]
     text_2: str | list[str]
     pooling: Pooling | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
 
 
@@ -62,6 +66,7 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
     pooling: Pooling | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
 
 
@@ -72,7 +77,8 @@ async def create_embeddings(request: Request) -> Response:
     service.require_model(wire.model)
     if wire.dimensions is not None:
         check_range("dimensions", wire.dimensions, 1, float("inf"))
-    prompts = await _prompts(service, wire.input)
+    keep = _kept(service, wire.truncate_prompt_tokens)
+    prompts = await _prompts(service, wire.input, keep)
     vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "input")
     if wire.dimensions is not None:
         vectors = [_shortened(vector, wire.dimensions) for vector in vectors]
@@ -92,7 +98,7 @@ async def score(request: Request) -> Response:
         raise InvalidRequest(
             f"text_1 must be one text or as many as text_2, got {len(left)} and {len(right)}", param="text_1"
         )
-    prompts = await _texts(service, [*left, *right], "text_2")
+    prompts = await _texts(service, [*left, *right], "text_2", _kept(service, wire.truncate_prompt_tokens))
     vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "text_2")
     ones, others = vectors[: len(left)], vectors[len(left) :]
     if len(ones) == 1:
@@ -114,7 +120,8 @@ async def rerank(request: Request) -> Response:
     texts = [document if isinstance(document, str) else document.text for document in wire.documents]
     if not texts:
         raise InvalidRequest("documents is empty", param="documents")
-    prompts = await _texts(service, [wire.query, *texts], "documents")
+    keep = _kept(service, wire.truncate_prompt_tokens)
+    prompts = await _texts(service, [wire.query, *texts], "documents", keep)
     query, *vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "documents")
     scores = [_dot(query, vector) for vector in vectors]
     order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: wire.top_n]
@@ -130,17 +137,32 @@ async def rerank(request: Request) -> Response:
 # ---------------------------------------------------------------- texts to vectors
 
 
-async def _prompts(service: Service, given: str | Sequence[str | int | list[int]]) -> list[list[int]]:
+def _kept(service: Service, given: int | None) -> int | None:
+    """How many tokens of each input are kept; None = all, and what is too long is refused."""
+    if given is None:
+        return None
+    longest = service.limits.max_model_len
+    check_range("truncate_prompt_tokens", given, -1, longest)
+    if 0 <= given <= service.tokenizer.special_tokens_added:
+        added = service.tokenizer.special_tokens_added
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {given}; the {added} special tokens leave no room for a text",
+            param="truncate_prompt_tokens",
+        )
+    return longest if given == -1 else given
+
+
+async def _prompts(service: Service, given: str | Sequence[str | int | list[int]], keep: int | None) -> list[list[int]]:
     """The `input` field in all of its forms."""
     if isinstance(given, str):
-        return await _texts(service, [given], "input")
+        return await _texts(service, [given], "input", keep)
     if not given:
         raise InvalidRequest("input is empty", param="input")
     if all(isinstance(item, int) for item in given):
         given = [[item for item in given if isinstance(item, int)]]
     texts = [item for item in given if isinstance(item, str)]
     if len(texts) == len(given):
-        return await _texts(service, texts, "input")
+        return await _texts(service, texts, "input", keep)
     lists = [item for item in given if isinstance(item, list)]
     if len(lists) != len(given):
         raise InvalidRequest(
@@ -151,14 +173,16 @@ async def _prompts(service: Service, given: str | Sequence[str | int | list[int]
         if not ids:
             raise InvalidRequest("input has an empty list of token ids", param="input")
         check_token_ids("input", ids, service.limits.vocab_size)
-    return lists
+    return [ids[:keep] for ids in lists]
 
 
-async def _texts(service: Service, texts: list[str], param: str) -> list[list[int]]:
+async def _texts(service: Service, texts: list[str], param: str, keep: int | None) -> list[list[int]]:
     _check_count(texts, param)
     if "" in texts:
         raise InvalidRequest(f"{param} has an empty text; there is no vector for nothing", param=param)
-    return [await service.encode(text, add_special_tokens=True, fits="input") for text in texts]
+    if keep is not None:
+        return [await service.encode_start(text, keep) for text in texts]
+    return [await service.encode(text, add_special_tokens=True, fits=param) for text in texts]
 
 
 def _check_count(inputs: Sequence[object], param: str) -> None:
@@ -184,7 +208,7 @@ async def _embed(
             service.limits,
             id=f"{id}-{i}",
             prompt=prompt,
-            pooling=pooling or "mean",
+            pooling=pooling,
             arrival=time.time(),
             prompt_field=param,
             priority=(priority or 0) + (key.priority if key else 0),

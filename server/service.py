@@ -64,8 +64,7 @@ class Service:
     @property
     def limits(self) -> Limits:
         """Raises EngineDead while the model is being loaded."""
-        ready = self.client.ready
-        return Limits(ready.max_model_len, ready.vocab_size)
+        return Limits.of(self.client.ready)
 
     @property
     def fingerprint(self) -> str:
@@ -123,6 +122,12 @@ class Service:
         if len(text) < _OFF_LOOP_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._encode_long, text, add_special_tokens, fits)
+
+    async def encode_start(self, text: str, count: int) -> list[int]:
+        """See `Tokenizer.encode_start`; long texts off the event loop."""
+        if len(text) < _OFF_LOOP_CHARS:
+            return self.tokenizer.encode_start(text, count)
+        return await asyncio.to_thread(self.tokenizer.encode_start, text, count)
 
     def _encode_long(self, text: str, add_special_tokens: bool, fits: str) -> list[int]:
         context = self.limits.max_model_len

@@ -83,6 +83,8 @@ def _why_never(config: Config) -> str:
     """Why no decoder of any kind can serve it, "" if one may."""
     if config.get("is_encoder_decoder"):
         return "is an encoder-decoder model; only decoder-only language models can be served"
+    if architecture_of(config).endswith(("Classification", "ForQuestionAnswering", "ForMultipleChoice")):
+        return "gives classes; only models that write text or embed it can be served"
     if "vision_config" in config or "audio_config" in config:
         return "takes images or sound; only text models can be served"
     return ""

@@ -79,6 +79,8 @@ class Tokenizer:
         self._added = {token.id: token.content.encode() for token in header.added_tokens}
         self.special_ids = frozenset(token.id for token in header.added_tokens if token.special)
         self._byte_level = "ByteLevel" in _decoder_kinds(header.decoder)
+        wordpiece = header.decoder is not None and header.decoder.get("type") == "WordPiece"
+        self._inner = str((header.decoder or {}).get("prefix", "##")) if wordpiece else ""
         self._bytes: dict[int, bytes] = {}
         self.bos_token_id = self._role_id("bos_token")
         self.eos_token_id = self._role_id("eos_token")
@@ -155,13 +157,30 @@ class Tokenizer:
         `add_special_tokens` adds what the model expects around a plain text (such as a leading BOS); a rendered
         chat holds these already. Raises InvalidRequest for text that is no valid Unicode (unpaired surrogates).
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text has an unpaired surrogate at character {error.start}; it can't be encoded as UTF-8"
-            ) from error
+        _check_unicode(text)
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    @property
+    def special_tokens_added(self) -> int:
+        """How many special tokens `encode` adds around a text."""
+        count: int = self.backend.num_special_tokens_to_add(False)
+        return count
+
+    def encode_start(self, text: str, count: int) -> list[int]:
+        """The first tokens of a text with the special tokens around them, `count` in all at most.
+
+        `count` is above `special_tokens_added`. No more of the text is looked at than that takes. Raises
+        InvalidRequest for text that is no valid Unicode.
+        """
+        _check_unicode(text)
+        size = 8 * count
+        encoding = self.backend.encode(text[:size], add_special_tokens=False)
+        while size < len(text) and len(encoding.ids) < count + 16:  # where the text is cut, tokens differ
+            size *= 2
+            encoding = self.backend.encode(text[:size], add_special_tokens=False)
+        encoding.truncate(count - self.special_tokens_added)
+        ids: list[int] = self.backend.post_process(encoding, None, True).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -198,12 +217,23 @@ class Tokenizer:
                 return bytes(_BYTE_OF[char] for char in token)
             except KeyError:  # not in the byte alphabet: a token written as plain text
                 return token.encode()
+        if self._inner:  # WordPiece (BERT): all but the marked ones begin a word
+            return (token.removeprefix(self._inner) if token.startswith(self._inner) else " " + token).encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
                 return bytes((int(token[3:5], 16),))
             except ValueError:
                 pass
         return token.replace("▁", " ").encode()
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text has an unpaired surrogate at character {error.start}; it can't be encoded as UTF-8"
+        ) from error
 
 
 _FILES = (
