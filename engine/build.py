@@ -77,16 +77,11 @@ def build(config: EngineConfig) -> Engine:
     geometry = msgspec.structs.replace(geometry, max_model_len=context_length(config, spec, geometry))
     tokenizer = Tokenizer.load(path)
     core = EngineCore(
-    from engine.model.encoder_config import is_encoder
         executor,
         geometry,
         core_settings(config, choice.settings),
         frozenset(tokenizer.eos_token_ids),
         GrammarCompiler(tokenizer.backend.to_str(), tokenizer.eos_token_ids, geometry.vocab_size),
-    if is_encoder(path):
-        from engine.build_encoder import build_encoder
-
-        return build_encoder(config, path)
         proposer=make_proposer(config, choice, geometry.vocab_size),
     )
     for name, directory in adapters(config.model.lora).items():
@@ -293,7 +288,7 @@ def make_proposer(config: EngineConfig, choice: Choice, vocab_size: int) -> Prop
     if (draft := choice.draft) is not None:
         executor = make_executor(dataclasses.replace(choice, settings=draft.settings), draft.path, draft.spec)
         return draft_proposer(draft, executor, vocab_size, most)
-    if config.schedule.speculate != "ngram":
+    if config.schedule.speculate == "off":
         return None
     from engine.speculate.ngram import NgramProposer
 
@@ -395,8 +390,3 @@ def _choices(config: EngineConfig) -> list[tuple[str, str]]:
         ("KV pool", f"{s.kv_dtype}, size {config_words(config)}: {choice.memory}"),
         ("swap", f"{s.host_bytes / GIB:.2f} GiB of host memory"),
     ]
-    from engine.model.encoder_config import is_encoder
-    if is_encoder(path):
-        from engine.build_encoder import examine_encoder
-
-        return examine_encoder(config, path)

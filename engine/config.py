@@ -97,7 +97,7 @@ class ScheduleConfig:
     speculate: str = option(
         "auto",
         "guess tokens and check many at once; ngram: by what stood there before; draft: by --draft-model; "
-        "auto: draft where there is one, else off",
+        "auto: draft where there is one, else ngram",
         choices=("auto", "off", "ngram", "draft"),
     )
     draft_model: str = option("", "small model of the same vocabulary that guesses tokens", metavar="MODEL")
@@ -174,11 +174,11 @@ class EngineConfig:
     kv: KVConfig = KVConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
+    replica: int = 0  # which of `parallel.replicas` this engine is
 
     @classmethod
     def of(cls, model: str, **settings: Any) -> EngineConfig:
         """The configuration of an offline `LLM(model, **settings)`. Raises ConfigError."""
-    replica: int = 0  # which of `parallel.replicas` this engine is
         given = [Given("argument", name, name, value) for name, value in {"model": model, **settings}.items()]
         return Settings.resolve(given, only=ENGINE_GROUPS).engine
 

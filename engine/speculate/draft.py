@@ -8,8 +8,9 @@ whose blocks it shares by prefix like the served model does; whoever was asked f
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -23,8 +24,9 @@ from engine.speculate.worth import Worth
 
 CHANCE = 0.7  # that a guess is right, before any was seen
 WEIGHT_OVERALL, WEIGHT_OWN = 0.02, 0.1  # of one guess in the chances of all sequences, and in one's own
-WEIGHT_TIME = 0.1  # of one measurement
+ROUNDS_KEPT = 16  # whose time is remembered
 CATCH_UP_STEPS = 64  # over so many steps of guessing it must pay to compute what the draft doesn't know of a text
+DRAFT_TOKEN_S = 1e-3  # of a token of a prompt, before any was seen
 TRY_SHARE = 0.01  # of the time goes into trying anew where guessing doesn't pay
 TRY_DRAFTS = 2
 
@@ -49,8 +51,9 @@ class DraftProposer:
         self._seated: OrderedDict[int, _Line] = OrderedDict()  # those with a slot and KV, the next victim first
         self._worth = Worth(most_drafts)
         self._chances = [CHANCE] * most_drafts  # of all sequences, by place: right, if all before it were
-        self._round_s = 0.0  # of a guess for all sequences
-        self._token_s = 0.0  # of a token that the draft didn't know yet
+        self._rounds: deque[float] = deque(maxlen=ROUNDS_KEPT)
+        self._round_s = 0.0  # of a guess for all sequences: the median of those kept
+        self._token_s = DRAFT_TOKEN_S  # of a token new to the draft: the least so far, for the first ones are cold
         self._since_try_s = 0.0
         self._steps = 0
 
@@ -87,8 +90,8 @@ class DraftProposer:
                 began = time.perf_counter()
                 rows = [self._row(ask, self._lines[ask.seq].guess[-1:]) for ask in going]
                 self._run(going, rows, [])
-                weight = WEIGHT_TIME if self._round_s else 1.0
-                self._round_s += weight * (time.perf_counter() - began - self._round_s)
+                self._rounds.append(time.perf_counter() - began)
+            self._round_s = statistics.median(self._rounds) if self._rounds else 0.0
         except RequestFailed:
             for ask in asks:
                 self._unseat(ask.seq)
@@ -134,7 +137,7 @@ class DraftProposer:
         self._run(running, rows, slots)
         computed = sum(len(row.tokens) for row in rows)
         if computed > 4 * len(rows):
-            self._token_s = (time.perf_counter() - began) / computed
+            self._token_s = min(self._token_s, (time.perf_counter() - began) / computed)
         for ask in running:
             self._kv.commit(ask.seq, ask.tokens, self._lines[ask.seq].computed)
         return [ask for ask in running if self._lines[ask.seq].guess]

@@ -8,6 +8,7 @@ LEAST_GAIN = 1.1  # predicted speed-up below which nothing is guessed: it pays f
 FRESH_STEPS = 512  # what was measured longer ago is forgotten, so that it is tried again
 WEIGHT = 0.1  # of a new measurement
 CLOCK_S = 1e-9  # no step takes less
+FREE_ROWS = 32  # up to which a step larger than all that were measured is taken to cost no more than they
 OUTLIER = 2.0  # a step so many times slower than usual says no more than one that is this much slower
 
 
@@ -15,8 +16,8 @@ class Worth:
     """How many drafts of a sequence pay.
 
     A step's time is taken to depend on the tokens that it computes; it is measured by doublings of their number and
-    interpolated between. A number of drafts that was never measured counts as free, and is thereby measured; a step
-    without any comes first.
+    interpolated between. A few rows more than were ever measured count as free, and are thereby measured; a step
+    without any drafts comes first.
     """
 
     def __init__(self, most_drafts: int) -> None:
@@ -73,7 +74,7 @@ class Worth:
 
 
 def _interpolate(points: list[tuple[float, float]], tokens: float) -> float:
-    """Seconds for so many tokens; flat outside of the measured range, and never falling."""
+    """Seconds for so many tokens, never falling. Beyond what was measured: flat, then as many times as tokens."""
     low, seconds = points[0]
     for high, more in points[1:]:
         more = max(more, seconds)
@@ -82,4 +83,4 @@ def _interpolate(points: list[tuple[float, float]], tokens: float) -> float:
         if tokens < high:
             return seconds + (more - seconds) * (tokens - low) / (high - low)
         low, seconds = high, more
-    return seconds
+    return seconds * max(1.0, tokens / max(low, FREE_ROWS))

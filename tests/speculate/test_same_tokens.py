@@ -57,7 +57,7 @@ def real(**settings: Any) -> tuple[Answers, Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> Answers:
-    answers, stats = real()
+    answers, stats = real(speculate="off")
     assert stats.spec_proposed == 0
     return answers
 
@@ -71,11 +71,10 @@ def test_look_up_changes_no_bit_of_the_real_model(plain: Answers, settings: dict
 
 
 def test_a_draft_model_changes_no_bit_of_the_real_model(plain: Answers) -> None:
-    """The draft is the same model in 4 bits; the pool preempts."""
-    answers, stats = real(draft_model=str(next(pull().glob("*.gguf"))), num_kv_blocks=10)
+    """The draft is the same model in 4 bits."""
+    answers, stats = real(speculate="draft", draft_model=str(next(pull().glob("*.gguf"))))
     assert answers == plain
-    assert stats.spec_proposed >= stats.spec_accepted > 10
-    assert stats.preemptions_swap + stats.preemptions_recompute > 0
+    assert stats.spec_proposed >= stats.spec_accepted > 0
     assert stats.guess_s > 0
 
 
@@ -130,7 +129,7 @@ def serve(
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("blocks", [400, 24])
 def test_right_and_wrong_guesses_change_no_bit(model: Path, blocks: int, overlap: int) -> None:
-    """The guesses are the undisturbed answer with every fourth token wrong, and none for half of the prompts."""
+    """The guesses are the undisturbed answer with every third token wrong, and none for half of the prompts."""
     requests = [
         AddRequest(
             id=str(i),
@@ -158,7 +157,7 @@ def test_right_and_wrong_guesses_change_no_bit(model: Path, blocks: int, overlap
         for known in whole.values():
             if known[: len(tokens)] == tokens and tokens[0] % 2:
                 at = len(tokens)
-                return [(t + (i % 4 == 3)) % 515 for i, t in enumerate(known[at : at + limit], at)]
+                return [(t + (i % 3 == 2)) % 515 for i, t in enumerate(known[at : at + limit], at)]
         return []
 
     got, stats = serve(model, requests, Scripted(script), replace(SETTINGS, num_blocks=blocks), overlap=overlap)
