@@ -65,11 +65,16 @@ def build(config: EngineConfig) -> Engine:
     """Load the model and make the engine. Raises ConfigError."""
     from engine.core.engine import EngineCore
     from engine.model.config import load_spec
+    from engine.model.encoder_config import is_encoder
     from engine.sampling.grammar import GrammarCompiler
     from engine.text.tokenizer import Tokenizer
 
     began = time.perf_counter()
     path = find_model(config)
+    if is_encoder(path):
+        from engine.build_encoder import build_encoder
+
+        return build_encoder(config, path)
     spec = load_spec(path, max_model_len=config.model.max_model_len)
     choice = choose(config, path, spec)
     executor = make_executor(choice, path, spec)
@@ -376,8 +381,13 @@ def examine(config: EngineConfig) -> list[tuple[str, str]]:
 
 def _choices(config: EngineConfig) -> list[tuple[str, str]]:
     from engine.model.config import load_spec
+    from engine.model.encoder_config import is_encoder
 
     path = find_model(config, progress=True)
+    if is_encoder(path):
+        from engine.build_encoder import examine_encoder
+
+        return examine_encoder(config, path)
     spec = load_spec(path, max_model_len=config.model.max_model_len)
     choice = choose(config, path, spec)
     s = choice.settings
