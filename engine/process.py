@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,9 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest, OctavoError
+from engine.kv.events import Event
+from engine.kv_events import Publisher
+from engine.transfer import Source, export_kv, import_kv
 
 log = logging.getLogger("octavo.engine")
 
@@ -52,7 +55,7 @@ SWITCH_INTERVAL_S = 0.0005  # how long another thread of this process may hold t
 PR_SET_PDEATHSIG = 1
 
 
-class Core(Protocol):
+class Core(Source, Protocol):
     """What the loop needs of `engine.core.engine.EngineCore`."""
 
     def add(self, request: AddRequest) -> None: ...
@@ -62,6 +65,8 @@ class Core(Protocol):
     def stats(self) -> Stats: ...
     def inspect(self, what: str, request_id: str = "") -> Any: ...
     def control(self, command: str, argument: dict[str, str]) -> Any: ...
+    def take_kv_events(self) -> Sequence[Event]: ...
+    def save(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -71,6 +76,7 @@ class Engine:
 
     core: Core
     ready: Ready
+    publisher: Publisher | None = None  # of KV events
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -79,13 +85,13 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: EngineConfig
     factory: str
     log_level: str
+    cores: tuple[int, ...] = ()  # that the engine may use; () = all
 
 
 Receive = Callable[[float | None], list[ToEngine]]
 """All messages there are, after waiting for the first at most so many seconds (None: as long as it takes)."""
 
 
-    cores: tuple[int, ...] = ()  # that the engine may use; () = all
 def build_or_tell(factory: str, config: EngineConfig, send: Callable[[FromEngine], None]) -> Engine | None:
     """Call the factory ("module:function"); when that fails, say why and return None."""
     try:
@@ -104,7 +110,7 @@ def build_or_tell(factory: str, config: EngineConfig, send: Callable[[FromEngine
 
 def run(engine: Engine, receive: Receive, send: Callable[[FromEngine], None]) -> None:
     """Serve until `Shutdown`: take messages, step while there is work, one StepOut a step."""
-    core = engine.core
+    core, publisher = engine.core, engine.publisher
     send(engine.ready)
     try:
         sent_at = 0.0
@@ -112,14 +118,19 @@ def run(engine: Engine, receive: Receive, send: Callable[[FromEngine], None]) ->
             messages = receive(0.0 if core.has_work() else None)
             for message in messages:
                 if isinstance(message, Shutdown):
+                    core.save()
                     return
                 handle(core, message, send)
             out = core.step() if core.has_work() else StepOut((), core.stats())
+            if publisher is not None:
+                publisher.publish(core.take_kv_events())
             now = time.monotonic()
             if out.deltas or not core.has_work() or now - sent_at > HEARTBEAT_S:
                 send(out)
                 sent_at = now
     finally:
+        if publisher is not None:
+            publisher.close()
         core.close()
 
 
@@ -133,6 +144,8 @@ def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) ->
                 core.abort(message.id, message.choice)
             case Inspect():
                 send(Snapshot(message.token, msgspec.json.encode(core.inspect(message.what, message.id))))
+            case Control(command="export_kv" | "import_kv"):
+                send(Snapshot(message.token, msgspec.json.encode(hand_over(core, message.command, message.argument))))
             case Control():
                 send(Snapshot(message.token, msgspec.json.encode(core.control(message.command, message.argument))))
     except Exception as error:  # whatever a message does, it does to itself
@@ -144,6 +157,11 @@ def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) ->
             send(Snapshot(message.token, b"null", text, isinstance(error, InvalidRequest)))
         elif isinstance(message, AddRequest):
             send(StepOut(refusal(message, text), core.stats()))
+
+
+def hand_over(core: Core, command: str, argument: dict[str, str]) -> dict[str, Any]:
+    """Cached prefixes to a file, or from one. Raises InvalidRequest."""
+    return (export_kv if command == "export_kv" else import_kv)(core, Path(argument["path"]))
 
 
 def refusal(request: AddRequest, text: str) -> tuple[Delta, ...]:
@@ -229,6 +247,8 @@ def main(directory: Path) -> int:
     sockets = Sockets(directory)
     try:
         start = sockets.start()
+        if start.cores:
+            os.sched_setaffinity(0, start.cores)
         logging.basicConfig(level=start.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
         engine = build_or_tell(start.factory, start.config, sockets.send)
         if engine is None:
@@ -247,5 +267,3 @@ if __name__ == "__main__":
     from engine.process import main as real_main
 
     sys.exit(real_main(Path(sys.argv[1])))
-        if start.cores:
-            os.sched_setaffinity(0, start.cores)

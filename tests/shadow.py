@@ -13,6 +13,8 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from engine.core.plan import LAST_SAMPLED, Copied, Geometry, KVOp, Plan, Result, Row, RowResult, Sampled, SlotParams
 from engine.errors import RequestFailed
 
@@ -96,7 +98,7 @@ class ShadowExecutor:
 
     def _submit(self, plan: Plan) -> None:
         assert len(self.results) < 2, "at most two steps in flight"
-        assert plan.rows, "a plan without rows is no step"
+        assert plan.rows or plan.ops, "a plan without rows is no step"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "one row a slot"
         if self.keep_plans:
             self.plans.append(plan)
@@ -126,6 +128,12 @@ class ShadowExecutor:
         if result is None:
             raise RequestFailed("the shadow was told to fail")
         return result
+
+    def read_block(self, block: int) -> bytes:
+        return struct.pack(f"<{self.size}i", *self.device[block])
+
+    def write_block(self, block: int, data: bytes) -> None:
+        self.device[block] = list(struct.unpack(f"<{self.size}i", data))
 
     def load_adapter(self, name: str, directory: str) -> None:
         """Its tokens are the base model's: the shadow computes nothing."""
@@ -201,6 +209,10 @@ class ShadowExecutor:
         while right < row.drafts and sampled[right].token == row.tokens[len(row.tokens) - row.drafts + right]:
             right += 1
         slot.last = sampled[right].token
+        assert not (row.drafts and row.choices), "other choices draw at the prompt's end, where nothing is guessed"
+        for choice in row.choices:
+            params = msgspec.structs.replace(slot.params, choice=choice)
+            sampled.append(self._draw(params, row, history, masks[0]))
         return RowResult(tuple(sampled), scores, hidden)
 
     def _draw(self, params: SlotParams, row: Row, history: list[int], mask: bytes | None) -> Sampled:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.api import AddRequest, Stats, StepOut
-from engine.core import inspect
+from engine.core import handover, inspect
 from engine.core.constraint import ConstraintFactory
-from engine.core.plan import Executor, Geometry, Plan, Result
+from engine.core.handover import Piece, Taken
+from engine.core.plan import BlockAccess, Executor, Geometry, Plan, Result
 from engine.core.proposer import Proposer
 from engine.core.scheduler import Scheduler
 from engine.core.settings import CoreSettings
@@ -19,9 +20,11 @@ from engine.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
 from engine.kv import KVManager
 from engine.kv.contiguous import ContiguousKV
 from engine.kv.costs import Costs
+from engine.kv.events import Event
 from engine.kv.paged import PagedKV
 
 MEASURED_PREFILL = 32  # tokens that a step must have to tell the prefill rate
+SAVE_S = 2.0  # of the time that an engine is given to end
 IDLE_S = 0.001  # pause of a step that has nothing to compute
 
 
@@ -178,6 +181,48 @@ class EngineCore:
             raise InvalidRequest(str(error)) from error
         self._adapters.add(name)
 
+    def take_kv_events(self) -> Sequence[Event]:
+        """What the prefix cache stored and removed since the last call; nothing unless `kv_events` is set."""
+        events = self.kv.events if isinstance(self.kv, PagedKV) else None
+        return events.take() if events is not None else ()
+
+    def handover_head(self) -> tuple[dict[str, str], int, int, int]:
+        """Identity, bytes of a block, blocks and tokens of a piece. Raises InvalidRequest where there are no pieces."""
+        kv, _ = self._handover()
+        return self.geometry.identity, self.geometry.bytes_per_block, kv.index.blocks_per_node, kv.index.tokens_per_node
+
+    def pieces(self) -> Iterator[Piece]:
+        """What the prefix cache holds on the device. Nothing else may be called before its end."""
+        return handover.pieces(*self._handover())
+
+    def take_pieces(self, given: Iterable[Piece]) -> Taken:
+        """Cache what another engine of equal identity gave."""
+        return handover.take(*self._handover(), given)
+
+    def _handover(self) -> tuple[PagedKV, BlockAccess]:
+        """The cache and its bytes, with no step in flight and no copy outstanding."""
+        if not isinstance(self.kv, PagedKV) or not isinstance(self._executor, BlockAccess):
+            raise InvalidRequest("cached prefixes are handed over with --kv-manager paged and a model that generates")
+        while self._flights:
+            self._collect()
+        ops, disk_keys = self.kv.drain()
+        if ops:  # of a step that had nothing to compute
+            self._executor.submit(Plan(self._steps, (), ops, disk_keys=disk_keys))
+            self._executor.collect()
+        return self.kv, self._executor
+
+    def save(self) -> None:
+        """Write cached prefixes to the disk tier, for SAVE_S at most, so that the next start finds them."""
+        while self._flights:
+            self._collect()
+        until = time.perf_counter() + SAVE_S
+        with contextlib.suppress(RequestFailed):  # what can't be written is computed again
+            for ops, keys in self.kv.store():
+                self._executor.submit(Plan(0, (), ops, disk_keys=keys))
+                self._executor.collect()
+                if time.perf_counter() > until:
+                    break
+
     def close(self) -> None:
         """Let the executor go, and what guesses. Idempotent."""
         self._executor.close()
@@ -255,6 +300,7 @@ def make_kv(geometry: Geometry, settings: CoreSettings, costs: Costs) -> KVManag
             disk_blocks=geometry.disk_blocks,
             disk_index=geometry.disk_index,
             caching=settings.enable_prefix_caching,
+            events=settings.kv_events,
         )
     slots = min(settings.max_num_seqs, geometry.max_num_seqs)
     pages = geometry.pages_per_slot or -(-geometry.max_model_len // geometry.block_size)

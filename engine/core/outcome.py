@@ -24,6 +24,7 @@ class Item(NamedTuple):
     start: int
     end: int  # KV of [start, end) comes with the result, the drafts' included
     drafts: tuple[int, ...]
+    followers: tuple[Sequence, ...] = ()  # choices that drew their first token from this row
 
 
 class Outcome:
@@ -68,9 +69,12 @@ class Outcome:
                 request.scores.append(_logprobs(score))
         if item.end < request.prompt_len:
             return
+        for follower, sample in zip(item.followers, got.sampled[len(item.drafts) + 1 :], strict=True):
+            if follower.status is Status.FOLLOWING:
+                self._accept(follower, (sample,), ())
         for follower in [s for s in request.sequences if s.status is Status.FOLLOWING]:
-            # The prompt's last token is computed again for each choice: that gives each its own first sample.
-            self._life.fork(seq, follower, request.prompt_len - 1)
+            # Who has no token yet computes the prompt's last one again, for a first sample of its own.
+            self._life.fork(seq, follower, min(request.prompt_len, len(follower.tokens) - 1))
         if not seq.samples and item.end >= len(seq.tokens):
             if request.add.pooling:
                 embedding = _mean(got.hidden, request.prompt_len) if request.add.pooling == "mean" else got.hidden

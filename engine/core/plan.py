@@ -5,7 +5,7 @@ A plan is self-contained data: it can be encoded as msgpack and sent to another 
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -66,6 +66,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     table: tuple[int, ...] = ()
     sample: bool = False  # sample after the last token (and after each draft)
     drafts: int = 0
+    choices: tuple[int, ...] = ()  # further choices that draw from the same last position (without drafts)
     masks: tuple[bytes | None, ...] = ()  # one token bitmask per sampled position (little-endian 32-bit words)
     top: int = -1  # >= 0: return this many alternatives with the sampled tokens (beam search needs 2 x width)
     score: int = -1  # >= 0: prompt logprobs with that many alternatives at each position of this row ...
@@ -95,7 +96,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Parallel to `Plan.rows`."""
 
-    sampled: tuple[Sampled, ...] = ()  # drafts + 1 entries when the row samples
+    sampled: tuple[Sampled, ...] = ()  # when the row samples: drafts + 1 entries, then one for each of `choices`
     scores: tuple[Sampled, ...] = ()  # one per target
     hidden: bytes = b""  # float32 little-endian [hidden_size]
 
@@ -130,7 +131,19 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_block: int
     hidden_size: int = 0
     pages_per_slot: int = 0  # virtual-contiguous storage: page p of slot s is block s * pages_per_slot + p
+    identity: dict[str, str] = {}  # what decides the bytes of a block: equal ones can exchange blocks
     disk_index: tuple[tuple[int, bytes], ...] = ()  # intact disk blocks of an earlier run, with their `disk_keys`
+
+
+@runtime_checkable
+class BlockAccess(Protocol):
+    """An executor whose device blocks can be read and written from outside, between two steps."""
+
+    def read_block(self, block: int) -> bytes:
+        """`Geometry.bytes_per_block` bytes."""
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """The reverse. Raises RequestFailed for a block or a size that there is not."""
 
 
 class Executor(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from engine.core.plan import LAST_SAMPLED, Row
-from engine.core.request import Sequence
+from engine.core.request import Sequence, Status
 
 
-def row_of(seq: Sequence, n: int, table_start: int, table: tuple[int, ...], now: float) -> Row:
+def row_of(
+    seq: Sequence, n: int, table_start: int, table: tuple[int, ...], followers: tuple[Sequence, ...], now: float
+) -> Row:
     """The row that computes the next `n` tokens of `seq`, drafts included."""
     start = seq.computed
     if seq.pending:
@@ -16,12 +18,12 @@ def row_of(seq: Sequence, n: int, table_start: int, table: tuple[int, ...], now:
     else:
         tokens = (*seq.tokens[start : start + n], *seq.drafts)
     sample = seq.samples and start + n >= len(seq.tokens) + seq.pending
-    if seq.lockstep or not seq.samples or start < seq.request.prompt_len - 1:
-        return _special(seq, Row(seq.slot, start, tokens, table_start, table, sample, len(seq.drafts)), now)
+    if seq.lockstep or not seq.samples or start < seq.request.prompt_len:
+        return _special(seq, Row(seq.slot, start, tokens, table_start, table, sample, len(seq.drafts)), followers, now)
     return Row(seq.slot, start, tokens, table_start, table, sample, len(seq.drafts))
 
 
-def _special(seq: Sequence, row: Row, now: float) -> Row:
+def _special(seq: Sequence, row: Row, followers: tuple[Sequence, ...], now: float) -> Row:
     """A row of prefill, of a grammar, of beam search or of an embedding."""
     request, params = seq.request, seq.request.add.params
     n = len(row.tokens)
@@ -40,12 +42,21 @@ def _special(seq: Sequence, row: Row, now: float) -> Row:
         row.table,
         row.sample,
         row.drafts,
+        tuple(follower.choice for follower in followers),
         masks_of(seq) if row.sample and seq.constraint is not None else (),
         request.beam.alternatives if request.beam is not None and row.sample else -1,
         score,
         targets,
         request.add.pooling,
     )
+
+
+def followers_of(seq: Sequence, n: int) -> tuple[Sequence, ...]:
+    """The choices that can draw their first token together with `seq`, whose next n tokens end the prompt."""
+    request = seq.request
+    if not (seq.samples and seq.computed + n == request.prompt_len == len(seq.tokens)) or seq.drafts:
+        return ()
+    return tuple(s for s in request.sequences if s.status is Status.FOLLOWING and not s.output)
 
 
 def masks_of(seq: Sequence) -> tuple[bytes | None, ...]:

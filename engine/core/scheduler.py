@@ -21,7 +21,7 @@ from engine.core.outcome import Item, Outcome
 from engine.core.plan import Geometry, Plan, Result, Row, SlotParams
 from engine.core.proposer import Ask, Proposer
 from engine.core.request import Request, Sequence, Status
-from engine.core.rows import allowed_drafts, row_of
+from engine.core.rows import allowed_drafts, followers_of, row_of
 from engine.core.settings import CoreSettings
 from engine.kv import KVManager
 from engine.kv.costs import Costs
@@ -334,17 +334,20 @@ class Scheduler:
         items: list[Item] = []
         slots: list[tuple[int, SlotParams]] = []
         changes = self._kv.changes
+        places = self.life.running.free_slots  # choices that can run at once; more would be many logits for nothing
         for seq, n in self._picked.items():
             table_start, table = changes(seq.id)
             if seq.resend:
                 slots.append((seq.slot, seq.slot_params()))
                 seq.resend = False
-            row = row_of(seq, n, table_start, table, now)
+            followers = followers_of(seq, n)[:places]
+            places -= len(followers)
+            row = row_of(seq, n, table_start, table, followers, now)
             rows.append(row)
             start = seq.computed
             seq.computed = start + n
             seq.pending += row.sample
-            items.append(Item(seq, seq.epoch, start, start + n, seq.drafts))
+            items.append(Item(seq, seq.epoch, start, start + n, seq.drafts, followers))
             seq.drafts = ()
         self._picked.clear()
         self._step += 1

@@ -118,19 +118,25 @@ class KVManager(Protocol):
         and for each disk block written by them what it holds (`Plan.disk_keys`).
         """
 
+    def store(self) -> Iterator[tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]]:
+        """Copy cached prefixes to disk, part by part, what is likeliest to be asked for first.
+
+        Each part is what `drain` gives, to be run before the next is asked for. Nothing else may be called meanwhile.
+        """
+
     def reset(self) -> None:
         """Forget every cached prefix that no live sequence relies on, and whatever else is kept for later."""
 
     def usage(self) -> Usage: ...
 
+    def held(self) -> Iterable[int]:
+        """Ids of the device blocks in use, the index's included."""
+
     def blocks(self) -> list[BlockView]:
-        """Every device block in use, by id. For people: it walks all tables."""
+        """The same with their holders. For people: it walks all tables."""
 
     def content(self, block: int) -> tuple[int, ...]:
         """Tokens that the prefix index knows this block to hold; () when at most a sequence knows."""
-
-    def held(self) -> Iterable[int]:
-        """Ids of the device blocks in use, the index's included."""
 
     def check(self) -> None:
         """Raise AssertionError if any count disagrees with what is held. For tests and after a failure."""

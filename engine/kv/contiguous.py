@@ -161,6 +161,9 @@ class ContiguousKV:
     def swap_in(self, seq: int, total: int, spare: int) -> bool:
         raise AssertionError("nothing was swapped out")
 
+    def store(self) -> Iterator[tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]]:
+        return iter(())
+
     def reset(self) -> None:
         """Nothing is cached; but memory behind pages that no sequence uses goes back.
 
@@ -198,12 +201,12 @@ class ContiguousKV:
     def usage(self) -> Usage:
         return Usage(total=self._total, free=self.available(), copies=self._copies)
 
-    def blocks(self) -> list[BlockView]:
-        """Ids are places in rows: for the virtual manager they may exceed the number of pages with memory."""
-        return [
     def held(self) -> Iterable[int]:
         return chain.from_iterable(map(self._held, self._rows.values()))
 
+    def blocks(self) -> list[BlockView]:
+        """Ids are places in rows: for the virtual manager they may exceed the number of pages with memory."""
+        return [
             BlockView(block, 1, False, (seq,)) for seq, record in self._rows.items() for block in self._held(record)
         ]
 

@@ -14,11 +14,14 @@ from itertools import compress, count
 from engine.core.plan import KVOp
 from engine.kv import BlockView, Promotion, Usage
 from engine.kv.costs import Costs
+from engine.kv.events import EventLog
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PrefixIndex
 from engine.kv.tiers import Blocks, Node, Tiers
 
 TOKENS_PER_NODE_OF_SINGLE = 16  # with block_size 1 a node covers this many tokens: a trie of single tokens is slow
+
+STORED_AT_ONCE = 64  # operations of one part of `store`
 
 
 class _Sequence:
@@ -50,19 +53,24 @@ class PagedKV:
         disk_blocks: int = 0,
         disk_index: tuple[tuple[int, bytes], ...] = (),
         caching: bool = True,
+        events: bool = False,
     ) -> None:
         """`disk_index`: blocks of an earlier run that are still in the disk tier, by the keys that `drain` gave."""
         self.block_size = block_size
         self._caching = caching
         self._costs = costs
         self._pool = BlockPool(num_blocks)
+        self.events: EventLog | None = None
         span = TOKENS_PER_NODE_OF_SINGLE if block_size == 1 else 1
         self._tiers = Tiers(host_blocks, disk_blocks if caching else 0, costs, span)
         if self._tiers.disk.size:
             self._tiers.restore(disk_index)
-        self._index = PrefixIndex(self._pool, self._tiers, block_size, span)
+        self.index = PrefixIndex(self._pool, self._tiers, block_size, span)
         self._span = span
-        self._node_tokens = self._index.tokens_per_node
+        self._node_tokens = self.index.tokens_per_node
+        if events:
+            self._tiers.named = True
+            self.events = self.index.events = EventLog(self._node_tokens)
         self._sequences: dict[int, _Sequence] = {}
         self._copies = 0
         self._queried = self._hits = self._hits_host = self._hits_disk = 0
@@ -79,13 +87,13 @@ class PagedKV:
         return -(-tokens // self.block_size)
 
     def available(self) -> int:
-        return self._index.available
+        return self.index.available
 
     # ---------------------------------------------------------------- a sequence's life
 
     def admit(self, seq: int, tokens: Sequence[int], salt: str, limit: int, spare: int) -> int | None:
         assert seq not in self._sequences, "a sequence is admitted once"
-        index = self._index
+        index = self.index
         path = index.match(tokens, salt, limit) if self._caching else []
         resident = sum(1 for node in path if node.blocks)  # a prefix of the path: leaves are evicted first
         promotion = self._promotion(path[resident:])
@@ -128,7 +136,7 @@ class PagedKV:
 
     def _claim(self, record: _Sequence, path: list[Node], resident: int) -> int:
         """Hold the nodes that are on the device, bring the others back; how many came from disk. Room was checked."""
-        index, tiers = self._index, self._tiers
+        index, tiers = self.index, self._tiers
         from_disk = 0
         for node in path[:resident]:
             for block in node.blocks:
@@ -156,7 +164,7 @@ class PagedKV:
         record = self._sequences[seq]
         if total <= record.room:
             return True
-        index, table, refs = self._index, record.table, self._pool.refs
+        index, table, refs = self.index, record.table, self._pool.refs
         self._unpublish(record, computed)
         # A node's blocks are copied together, so that no block ever belongs to two nodes.
         first, end = computed // self._node_tokens * self._span, self._blocks_for(total)
@@ -188,7 +196,7 @@ class PagedKV:
             self._publish_next(record, tokens)
 
     def _publish_next(self, record: _Sequence, tokens: Sequence[int]) -> None:
-        index, n, span = self._index, len(record.nodes), self._span
+        index, n, span = self.index, len(record.nodes), self._span
         key = tuple(tokens[n * self._node_tokens : record.next_publish])
         own = tuple(record.table[n * span : (n + 1) * span])
         node = index.publish(record.nodes[-1] if record.nodes else None, record.salt, key, own)
@@ -208,7 +216,7 @@ class PagedKV:
         record = self._sequences[child] = _Sequence(source.salt, self._node_tokens)
         record.table = source.table[: self._blocks_for(computed)]
         for block in record.table:
-            self._index.hold(block)
+            self.index.hold(block)
         record.nodes = list(source.nodes)
         self._unpublish(record, computed)  # the child may lag: it doesn't inherit the cursor
         source.room = 0
@@ -223,12 +231,12 @@ class PagedKV:
                 self._tiers.host.drop(copy)
             self._tiers.let_go(record.nodes)
         for block in reversed(record.table):
-            self._index.drop(block)
+            self.index.drop(block)
 
     # ---------------------------------------------------------------- swapping
 
     def survives(self, seq: int) -> int:
-        refs, owner, n = self._pool.refs, self._index.owner, 0
+        refs, owner, n = self._pool.refs, self.index.owner, 0
         for block in self._sequences[seq].table:
             if refs[block] - (owner[block] is not None) < 2:
                 break
@@ -260,13 +268,13 @@ class PagedKV:
         tiers.unpin(nodes)
         record.swapped = tiers.copy_out(tail)
         for block in reversed(record.table):
-            self._index.drop(block)
+            self.index.drop(block)
         record.table = []
         record.room = 0
         return True
 
     def swap_in(self, seq: int, total: int, spare: int) -> bool:
-        record, tiers, index = self._sequences[seq], self._tiers, self._index
+        record, tiers, index = self._sequences[seq], self._tiers, self.index
         assert record.swapped is not None, "only what was swapped out comes back"
         nodes = record.nodes
         resident = sum(1 for node in nodes if node.blocks)
@@ -308,11 +316,18 @@ class PagedKV:
     def drain(self) -> tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]:
         return self._tiers.drain()
 
+    def store(self) -> Iterator[tuple[tuple[KVOp, ...], tuple[tuple[int, bytes], ...]]]:
+        for _ in self.index.store():
+            if len(self._tiers.ops) >= STORED_AT_ONCE:
+                yield self._tiers.drain()
+        if self._tiers.ops:
+            yield self._tiers.drain()
+
     def reset(self) -> None:
-        self._index.reset()
+        self.index.reset()
 
     def usage(self) -> Usage:
-        pool, tiers, index = self._pool, self._tiers, self._index
+        pool, tiers, index = self._pool, self._tiers, self.index
         cached = len(index.idle) * self._span
         return Usage(
             total=pool.size,
@@ -332,24 +347,24 @@ class PagedKV:
             copies=self._copies,
         )
 
+    def held(self) -> Iterable[int]:
+        return compress(count(), self._pool.refs)
+
     def blocks(self) -> list[BlockView]:
         holders: dict[int, list[int]] = {}
         for seq, record in self._sequences.items():
             for block in record.table:
                 holders.setdefault(block, []).append(seq)
         return [
-            BlockView(block, refs, self._index.owner[block] is not None, tuple(holders.get(block, ())))
+            BlockView(block, refs, self.index.owner[block] is not None, tuple(holders.get(block, ())))
             for block, refs in enumerate(self._pool.refs)
             if refs
         ]
 
     def content(self, block: int) -> tuple[int, ...]:
-        node = self._index.owner[block]
+        node = self.index.owner[block]
         if node is None:
             return ()
-    def held(self) -> Iterable[int]:
-        return compress(count(), self._pool.refs)
-
         size = len(node.key) // len(node.blocks)
         at = node.blocks.index(block) * size
         return node.key[at : at + size]
@@ -376,7 +391,7 @@ class PagedKV:
         self._tiers.disk.check(disk)
 
     def _check_shares(self, held: list[int]) -> None:
-        index = self._index
+        index = self.index
         assert index.held == sum(held), "the count of references of sequences is wrong"
         assert index.shared == sum(1 for n in held if n > 1), "the count of shared blocks is wrong"
         for node in self._nodes():
@@ -387,7 +402,7 @@ class PagedKV:
 
     def _nodes(self) -> list[Node]:
         found: list[Node] = []
-        pending = [child for root in self._index.roots.values() for child in root.children.values()]
+        pending = [child for root in self.index.roots.values() for child in root.children.values()]
         while pending:
             node = pending.pop()
             found.append(node)

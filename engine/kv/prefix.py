@@ -11,8 +11,9 @@ below a node became idle before it, and evicting in the order of `idle` takes le
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from engine.kv.events import EventLog
 from engine.kv.pool import BlockPool
 from engine.kv.tiers import Blocks, Node, Tiers
 
@@ -32,6 +33,7 @@ class PrefixIndex:
         self.roots: dict[str, Node] = {}
         self.held = 0  # references that sequences hold
         self.shared = 0  # blocks that more than one sequence holds
+        self.events: EventLog | None = None
 
     # ---------------------------------------------------------------- references of sequences
 
@@ -81,7 +83,7 @@ class PrefixIndex:
     def match(self, tokens: Sequence[int], salt: str, limit: int) -> list[Node]:
         """The nodes that hold the longest known prefix of tokens[:limit], in whatever tier."""
         path: list[Node] = []
-        node: Node | None = self._root(salt)
+        node: Node | None = self.root(salt)
         assert node is not None
         step = self.tokens_per_node
         for start in range(0, limit - step + 1, step):
@@ -97,7 +99,7 @@ class PrefixIndex:
         When another sequence published the same run before, its node keeps its blocks: adopt those.
         """
         if parent is None:
-            parent = self._root(salt)
+            parent = self.root(salt)
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = Node(key, parent)
@@ -106,12 +108,14 @@ class PrefixIndex:
             self.place(node, blocks)
         return node
 
-    def _root(self, salt: str) -> Node:
+    def root(self, salt: str) -> Node:
+        """Where the prefixes of this salt begin."""
         root = self.roots.get(salt)
         if root is None:
             if len(self.roots) > EMPTY_ROOTS:  # a new salt with each request must not fill the memory
                 self.roots = {other: known for other, known in self.roots.items() if known.children}
             root = self.roots[salt] = Node((), None)
+            root.salt = salt
             self.tiers.name(root, salt)
         return root
 
@@ -122,6 +126,8 @@ class PrefixIndex:
         for block in blocks:
             self.pool.hold(block)
             self.owner[block] = node
+        if self.events is not None:
+            self.events.stored(node)
 
     def _evict(self) -> None:
         """Free the blocks of the node that was idle for longest; a lower tier may keep a copy."""
@@ -132,10 +138,29 @@ class PrefixIndex:
             self.tiers.forget(node)
 
     def _unplace(self, node: Node) -> None:
+        if self.events is not None:
+            self.events.removed(node)
         for block in node.blocks:
             self.owner[block] = None
             self.pool.drop(block)
         node.blocks = ()
+
+    def store(self) -> Iterator[Node]:
+        """Give idle nodes a copy on disk, the most recently used first, each after those above it."""
+        tiers = self.tiers
+        if not (tiers.disk.size and tiers.costs.worth_storing()):
+            return
+        kept: dict[Node, None] = {}
+        try:
+            for node in [*reversed(self.idle), *tiers.on_host()]:
+                path = _path(node)
+                if not all(above.disk for above in path[:-1]):
+                    continue  # without them it would never be found
+                kept.update(dict.fromkeys(path))
+                if all(tiers.store(step) for step in path):
+                    yield node
+        finally:
+            tiers.unpin(list(kept))
 
     def reset(self) -> None:
         """Forget every prefix that no sequence, running or swapped out, relies on."""
@@ -151,3 +176,11 @@ class PrefixIndex:
                 self.tiers.forget(node)
         self.tiers.forget_unclaimed()
         self.roots = {salt: root for salt, root in self.roots.items() if root.children}
+
+
+def _path(node: Node) -> list[Node]:
+    """From below the root down to the node."""
+    path = [node]
+    while (above := path[-1].parent) is not None and above.parent is not None:
+        path.append(above)
+    return path[::-1]

@@ -24,7 +24,7 @@ NAME = 16  # bytes of a node's name
 class Node:
     """A run of tokens in the prefix trie and where its KV is. () = not in that tier."""
 
-    __slots__ = ("blocks", "busy", "children", "disk", "host", "key", "name", "parent")
+    __slots__ = ("blocks", "busy", "children", "disk", "host", "key", "name", "parent", "salt")
 
     def __init__(self, key: tuple[int, ...], parent: Node | None) -> None:
         self.key = key
@@ -33,8 +33,9 @@ class Node:
         self.blocks: Blocks = ()
         self.host: Blocks = ()
         self.disk: Blocks = ()
+        self.salt = parent.salt if parent else ""  # of the root
         self.busy = 0  # device blocks of it that a sequence holds
-        self.name = b""  # a hash of salt and all tokens from the start; only with a disk tier
+        self.name = b""  # a hash of salt and all tokens from the start; only where `Tiers.named`
 
     @property
     def kept(self) -> bool:
@@ -48,6 +49,7 @@ class Tiers:
         self._blocks_per_node = blocks_per_node
         self.host = BlockPool(host_blocks)
         self.disk = BlockPool(disk_blocks)
+        self.named = disk_blocks > 0  # nodes have names: what is on disk is found by them
         self.costs = costs
         self.ops: list[KVOp] = []  # of all tiers, in the order in which they must run
         self.outs = 0
@@ -104,13 +106,17 @@ class Tiers:
     def _evict_host(self) -> None:
         node, _ = self._host_idle.popitem(last=False)
         if not node.blocks and not node.disk and self._worth_storing(node) and node.host:
-            node.disk = tuple(self.disk.take() for _ in node.host)
-            self.ops.extend(KVOp("disk_out", src, dst) for src, dst in zip(node.host, node.disk, strict=True))
-            self._disk_keys.extend(zip(node.disk, _keys(node), strict=True))
+            self._write(node, node.host)
             self._disk_idle[node] = None
         self._free_host(node)
         if not node.kept:
             self.forget(node)
+
+    def _write(self, node: Node, copies: Blocks) -> None:
+        """Copy a node to disk, for which there is room, from these host blocks."""
+        node.disk = tuple(self.disk.take() for _ in copies)
+        self.ops.extend(KVOp("disk_out", src, dst) for src, dst in zip(copies, node.disk, strict=True))
+        self._disk_keys.extend(zip(node.disk, _keys(node), strict=True))
 
     def _worth_storing(self, node: Node) -> bool:
         """Should this host node have a copy on disk? If so, there is room for it."""
@@ -120,6 +126,35 @@ class Tiers:
             self.costs.doubt(len(node.host), "disk_out", "disk_in")
             return False
         return self._disk_room(len(node.host))
+
+    def store(self, node: Node) -> bool:
+        """Give a node a copy on disk that isn't a victim until `unpin`; False when there is no room for it.
+
+        What lies on the device alone goes by host blocks, for which the oldest copies there are dropped.
+        """
+        if not node.disk:
+            n = len(node.blocks or node.host)
+            if not (n and self._disk_room(n) and (node.host or self._stage(n))):
+                return False
+            if node.host:
+                self._write(node, node.host)
+            else:
+                staged = self.copy_out(node.blocks)
+                self._write(node, staged)
+                for copy in staged:  # operations run in order: it has been read before anything else is written there
+                    self.host.drop(copy)
+        self._disk_idle.pop(node, None)
+        return True
+
+    def _stage(self, n: int) -> bool:
+        while self.host.free < n:
+            if not self._host_idle:
+                return False
+            node, _ = self._host_idle.popitem(last=False)
+            self._free_host(node)
+            if not node.kept:
+                self.forget(node)
+        return True
 
     def _disk_room(self, n: int) -> bool:
         while self.disk.free < n:
@@ -184,7 +219,7 @@ class Tiers:
 
     def name(self, node: Node, salt: str) -> None:
         """A new node gets its name, and below it what an earlier run left of its continuations."""
-        if not self.disk.size:
+        if not self.named:
             return
         pending = [node]
         while pending:
@@ -252,6 +287,10 @@ class Tiers:
 
     def idle_nodes(self) -> list[Node]:
         return [*self._host_idle, *self._disk_idle]
+
+    def on_host(self) -> list[Node]:
+        """Nodes whose host copy only the index holds, those above others first."""
+        return list(reversed(self._host_idle))
 
     def _free_host(self, node: Node) -> None:
         for copy in node.host:

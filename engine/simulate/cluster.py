@@ -47,7 +47,9 @@ class SimExecutor:
         size, rate, compute = self._geometry.bytes_per_block, self._cost.copy_bytes_per_s, self._cost.plan_s(plan)
         copies = tuple(Copied(kind, n * size, n * size / rate) for kind, n in moved.items())
         self._clock.now += sum(copied.seconds for copied in copies) + compute
-        rows = tuple(RowResult(sampled=(Sampled(TOKEN),) if row.sample else ()) for row in plan.rows)
+        rows = tuple(
+            RowResult(sampled=(Sampled(TOKEN),) * (1 + len(row.choices)) if row.sample else ()) for row in plan.rows
+        )
         self._results.append(Result(rows, compute_s=compute, copies=copies))
 
     def collect(self) -> Result:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from engine.core.plan import LAST_SAMPLED, Plan, Row, RowResult, Sampled
 from engine.errors import RequestFailed
+from engine.sampling.reference import RowParams
 from engine.worker.slots import Bias, Mask, Slots
 
 Int32 = npt.NDArray[np.int32]
@@ -27,6 +28,7 @@ class Draws:
     masks: list[Mask | None] | None  # None = no mask anywhere; the same holds for seen and bias
     seen: list[Seen | None] | None
     bias: list[Bias | None] | None
+    choice: npt.NDArray[np.uint32]  # [n]
 
 
 @dataclass(slots=True)
@@ -56,8 +58,11 @@ class Batch:
     draws: Draws
 
 
-def build_batch(plan: Plan, slots: Slots) -> Batch:
-    """Update the slots' block tables and lay the plan's rows out. The only loop over rows before the kernels."""
+def build_batch(plan: Plan, slots: Slots, *, settled: bool = True) -> Batch:
+    """Update the slots' block tables and lay the plan's rows out. The only loop over rows before the kernels.
+
+    settled: the step before is done. Else LAST_SAMPLED stays in the tokens, for the device to replace.
+    """
     tokens: list[int] = []
     q_start, pos_start, lines = [0], [], []
     logit_rows: list[int] = []
@@ -68,7 +73,7 @@ def build_batch(plan: Plan, slots: Slots) -> Batch:
         if row.table:
             slots.set_table(slot, row.table_start, row.table)
         known = row.tokens
-        if LAST_SAMPLED in known:
+        if settled and LAST_SAMPLED in known:
             last = int(slots.last_sampled[slot])
             known = tuple(last if token == LAST_SAMPLED else token for token in known)
         first = len(tokens)
@@ -82,10 +87,11 @@ def build_batch(plan: Plan, slots: Slots) -> Batch:
             draws.score(row)
         if row.sample:
             logit_rows.extend(range(end - 1 - row.drafts, end))
+            logit_rows.extend([end - 1] * len(row.choices))
             draws.sample(row, known, slots)
         if row.pooling:
             hidden_rows.extend(range(end - 1 if row.pooling == "last" else first, end))
-    _check(plan, tokens, slots)
+    _check(plan, tokens, slots, LAST_SAMPLED if not settled else 0)
     return Batch(
         np.array(tokens, np.int32),
         np.array(q_start, np.int32),
@@ -94,6 +100,26 @@ def build_batch(plan: Plan, slots: Slots) -> Batch:
         np.array(logit_rows, np.int32),
         np.array(hidden_rows, np.int32),
         draws.arrays(slots),
+    )
+
+
+def row_params(draws: Draws, slots: Slots, i: int) -> RowParams:
+    """How draw i is made, for the sampler of the host."""
+    slot = int(draws.slot[i])
+    return RowParams(
+        temperature=float(slots.temperature[slot]),
+        top_p=float(slots.top_p[slot]),
+        top_k=int(slots.top_k[slot]),
+        min_p=float(slots.min_p[slot]),
+        repetition=float(slots.repetition[slot]),
+        presence=float(slots.presence[slot]),
+        frequency=float(slots.frequency[slot]),
+        seed=int(slots.seed[slot]),
+        choice=int(draws.choice[i]),
+        position=int(draws.position[i]),
+        seen=draws.seen[i] if draws.seen is not None else None,
+        bias=draws.bias[i] if draws.bias is not None else None,
+        mask=draws.masks[i] if draws.masks is not None else None,
     )
 
 
@@ -122,9 +148,9 @@ def split_by_adapter(batch: Batch, slots: Slots) -> list[tuple[str, Batch, Int32
     return parts
 
 
-def _check(plan: Plan, tokens: list[int], slots: Slots) -> None:
+def _check(plan: Plan, tokens: list[int], slots: Slots, lowest: int) -> None:
     """Kernels index without bounds: what would read or write outside is refused here."""
-    if tokens and (min(tokens) < 0 or max(tokens) >= slots.vocab_size):
+    if tokens and (min(tokens) < lowest or max(tokens) >= slots.vocab_size):
         raise RequestFailed(f"a token id is outside of the vocabulary of {slots.vocab_size}")
     room = slots.tables.shape[1] * slots.block_size
     for row in plan.rows:
@@ -137,7 +163,7 @@ def _check(plan: Plan, tokens: list[int], slots: Slots) -> None:
 class _DrawLists:
     """Collects draws while the batch is laid out."""
 
-    __slots__ = ("forced", "masks", "n_top", "position", "seen", "slot")
+    __slots__ = ("choice", "forced", "masks", "n_top", "position", "seen", "slot")
 
     def __init__(self) -> None:
         self.slot: list[int] = []
@@ -146,6 +172,7 @@ class _DrawLists:
         self.forced: list[int] = []
         self.masks: dict[int, Mask] = {}
         self.seen: dict[int, Seen] = {}
+        self.choice: dict[int, int] = {}  # of draws for another choice than the slot's
 
     def score(self, row: Row) -> None:
         n = len(row.targets)
@@ -169,6 +196,19 @@ class _DrawLists:
             for i, mask in enumerate(row.masks):
                 if mask is not None:
                     self.masks[at + i] = np.frombuffer(mask, np.uint32)
+        for choice in row.choices:
+            self._repeat(at, choice)
+
+    def _repeat(self, draw: int, choice: int) -> None:
+        """The same draw once more, for another choice."""
+        at = len(self.slot)
+        for values in (self.slot, self.position, self.n_top, self.forced):
+            values.append(values[draw])
+        if draw in self.masks:
+            self.masks[at] = self.masks[draw]
+        if draw in self.seen:
+            self.seen[at] = self.seen[draw]
+        self.choice[at] = choice
 
     def _constrain(self, row: Row, known: tuple[int, ...], slots: Slots, at: int) -> None:
         """Masks and seen tokens of a row's draws; each draft counts as seen for the draws after it."""
@@ -195,14 +235,19 @@ class _DrawLists:
             found = [None if (c := slots.constraints[slot]) is None else c.bias for slot in self.slot]
             bias = found if any(b is not None for b in found) else None
         forced = np.array(self.forced, np.int32)
+        slot = np.array(self.slot, np.int32)
+        choice = slots.choice[slot]
+        for i, other in self.choice.items():
+            choice[i] = other
         return Draws(
-            slot=np.array(self.slot, np.int32),
+            slot=slot,
             position=np.array(self.position, np.uint32),
             n_top=np.array(self.n_top, np.int32),
             forced=forced if n and forced.max() >= 0 else None,
             masks=[self.masks.get(i) for i in range(n)] if self.masks else None,
             seen=[self.seen.get(i) for i in range(n)] if self.seen else None,
             bias=bias,
+            choice=choice,
         )
 
 
@@ -230,8 +275,8 @@ def results(plan: Plan, drawn: Drawn, hidden: Float32, batch: Batch, slots: Slot
         scores = take(len(row.targets)) if row.score >= 0 else ()
         sampled: tuple[Sampled, ...] = ()
         if row.sample:
-            sampled = take(row.drafts + 1)
-            slots.last_sampled[row.slot] = sampled[-1].token
+            sampled = take(row.drafts + 1 + len(row.choices))
+            slots.last_sampled[row.slot] = sampled[row.drafts].token
         state = b""
         if row.pooling:
             n = 1 if row.pooling == "last" else len(row.tokens)

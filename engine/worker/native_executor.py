@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +21,7 @@ from engine.model.lora import LoraAdapter, MergingModel
 from engine.model.spec import DecoderSpec
 from engine.model.weights import load_native
 from engine.worker.batch import Batch, Drawn, Draws, Float32, split_by_adapter
-from engine.worker.fingerprint import fingerprint
+from engine.worker.fingerprint import fingerprint, identity
 from engine.worker.native_blocks import NativeBlocks
 from engine.worker.runner import Runner, StepThread
 from engine.worker.settings import ExecutorSettings, device_blocks
@@ -114,6 +115,7 @@ class NativeCompute:
         arrays: dict[str, npt.NDArray[Any] | None] = {
             **columns,
             **lists.columns,
+            "choice": draws.choice,
             "position": draws.position,
             "n_top": draws.n_top,
             "forced": draws.forced,
@@ -130,7 +132,7 @@ class NativeCompute:
 
 
 _PER_SLOT = (
-    *("temperature", "top_p", "min_p", "top_k", "seed", "choice"),
+    *("temperature", "top_p", "min_p", "top_k", "seed"),
     *("repetition", "presence", "frequency"),
 )
 
@@ -186,7 +188,11 @@ class NativeExecutor:
         compute = NativeCompute(kernels, model, blocks, spec.hidden_size, settings.max_num_seqs)
         thread = StepThread(Runner(compute, slots, storage).run)
         self._running = _Running(kernels, model, blocks, storage, slots, compute, thread)
-        return geometry_of(settings, spec, device_blocks(settings, block_bytes), block_bytes, host, disk)
+        geometry = geometry_of(settings, spec, device_blocks(settings, block_bytes), block_bytes, host, disk)
+        built = Path(native.library()._name).with_suffix(".fingerprint").read_text().strip()
+        return msgspec.structs.replace(
+            geometry, identity=identity(self._path, spec, settings, f"native {kernels.isa} {built}")
+        )
 
     def _kv_fingerprint(self, kernels: native.Kernels) -> str:
         """What decides the bits of a KV block; other kernels may round otherwise, so their build counts too."""
@@ -212,6 +218,14 @@ class NativeExecutor:
     def collect(self) -> Result:
         """See `Executor`."""
         return self._started().thread.collect()
+
+    def read_block(self, block: int) -> bytes:
+        """See `BlockAccess`."""
+        return self._started().storage.read_block(block)
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """See `BlockAccess`."""
+        self._started().storage.write_block(block, data)
 
     def load_adapter(self, name: str, directory: str) -> None:
         """See `Executor`. Takes the memory of another packed model."""

@@ -124,12 +124,11 @@ class DiskTier:
         return zlib.crc32(self._blocks[block].data, zlib.crc32(key.data))
 
     def close(self) -> None:
-        """Unmap the file; what it holds stays for the next run. Idempotent."""
+        """Unmap the file; the system writes what it holds in its own time, for the next run. Idempotent."""
         if self._file < 0:
             return
         self._boot = self._keys = self._blocks = np.zeros((0, 0), np.uint8)
         self._records = np.zeros((0, 2), np.uint64)
-        self._map.flush()
         self._map.close()
         os.close(self._file)
         self._file = -1

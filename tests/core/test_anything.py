@@ -143,8 +143,11 @@ class Anything(RuleBasedStateMachine):
         self.world.disturbed |= alive
 
     @precondition(lambda self: self.count > 0)
-    @rule()
-    def the_engine_dies(self) -> None:
+    @rule(cleanly=st.booleans())
+    def the_engine_ends(self, cleanly: bool) -> None:
+        if cleanly:
+            self.world.core.save()
+            self.world.core.kv.check()
         self.world.crash()
 
     @invariant()

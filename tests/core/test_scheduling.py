@@ -460,13 +460,13 @@ def test_snapshots_are_json_and_name_every_holder() -> None:
     assert shared
     assert shared[0]["holders"] == [{"request": "a", "choice": 0}, {"request": "a", "choice": 1}]
     assert w.core.inspect("live")["states"] == "".join(b["state"][0] for b in memory["blocks"])
-    assert sum(b["tokens"] for b in memory["blocks"]) == 8 + (11 - 8) + (10 - 8)
+    assert sum(b["tokens"] for b in memory["blocks"]) == 8 + 2 * (11 - 8)
     w.run()
     assert {b["state"] for b in w.core.inspect("kv")["blocks"]} == {"free", "cached"}
     assert set(w.core.inspect("live")["states"]) == {"f", "c"}
     everything = json.loads(json.dumps(w.core.inspect("requests")))
     assert [r["id"] for r in everything["finished"]] == ["a"]
-    assert [e["event"] for e in events(w, "a")][:3] == ["queued", "admitted", "admitted"]
+    assert [e["event"] for e in events(w, "a")][:4] == ["queued", "admitted", "first token", "admitted"]
     assert w.core.inspect("request", "unknown") is None
 
 
@@ -635,4 +635,27 @@ def test_prefixes_come_back_from_host_and_disk_and_from_the_disk_of_an_engine_th
     w.crash()
     assert ask_all("third") > 0
     assert w.core.stats().prefix_hits_disk > 0
+    w.check_answers()
+
+
+def test_all_choices_draw_their_first_token_in_the_step_that_ends_the_prompt() -> None:
+    w = world(blocks=32, overlap=0)
+    w.executor.keep_plans = True
+    w.add("a", [1] * 9, n=4, max_tokens=1)
+    w.add("b", [2] * 9, n=3, max_tokens=3, **LONG)
+    w.step()
+    (plan,) = w.executor.plans
+    assert [row.choices for row in plan.rows] == [(1, 2, 3), (1, 2)]
+    assert all(w.answers["a", choice].last for choice in range(4))
+    w.run()
+    assert sum(len(row.tokens) for plan in w.executor.plans for row in plan.rows) == 9 + 9 + 3 * 2
+    w.check_answers()
+
+
+def test_choices_without_a_place_compute_the_prompts_end_when_they_get_one() -> None:
+    w = world(blocks=32, max_num_seqs=2)
+    w.executor.keep_plans = True
+    w.add("a", [1] * 9, n=4, max_tokens=3, **LONG)
+    w.run()
+    assert w.executor.plans[0].rows[0].choices == (1,)
     w.check_answers()

@@ -299,7 +299,7 @@ def test_a_new_salt_with_every_request_does_not_fill_the_memory() -> None:
     for seq in range(3000):
         begin(kv, seq, [1] * 3, salt=str(seq))
         kv.release(seq)
-    assert len(kv._index.roots) <= 1025
+    assert len(kv.index.roots) <= 1025
 
 
 def test_a_trie_of_siblings_keeps_every_branch_apart() -> None:
@@ -321,3 +321,48 @@ def iter_common(one: list[int], two: list[int]) -> list[int]:
             break
         same.append(a)
     return same
+
+
+@pytest.mark.parametrize(("size", "host"), [(1, 16), (4, 1), (16, 3), (16, 64)])
+def test_what_is_cached_when_the_engine_ends_is_found_by_the_next_one(size: int, host: int) -> None:
+    blocks, node = 64 if size == 1 else 8, 16 if size == 1 else size
+    kv = make(blocks=blocks, size=size, host=host, disk=8 * blocks)
+    prompts = [[token] * (blocks * size // 2) for token in (1, 2, 3)]
+    for seq, tokens in enumerate(prompts):
+        begin(kv, seq, tokens, salt="tenant")
+        kv.release(seq)
+    kv.drain()
+    index: dict[int, bytes] = {}
+    for ops, keys in kv.store():
+        assert {op.kind for op in ops} <= {"out", "disk_out"}
+        assert {block for block, _ in keys} == {op.dst for op in ops if op.kind == "disk_out"}
+        index.update(keys)
+    kv.check()
+    after = make(blocks=blocks, size=size, host=64, disk=8 * blocks, disk_index=tuple(index.items()))
+    for seq, tokens in enumerate(prompts[1:]):
+        assert begin(after, seq, tokens, salt="tenant") == (len(tokens) - 1) // node * node
+        after.release(seq)
+    assert begin(after, 9, prompts[2], salt="other") == 0
+
+
+def test_the_prefix_used_last_is_stored_first_and_nothing_without_what_stands_above_it() -> None:
+    kv = make(blocks=32, size=4, host=2, disk=5)
+    for seq, token in enumerate((1, 2)):
+        begin(kv, seq, [token] * 16)
+        kv.release(seq)
+    index = dict(pair for _, keys in kv.store() for pair in keys)
+    assert len(index) == 5
+    kv.check()
+    after = make(blocks=32, size=4, host=32, disk=5, disk_index=tuple(index.items()))
+    assert begin(after, 1, [2] * 17) == 16
+    assert begin(after, 2, [1] * 17) == 4
+
+
+def test_nothing_is_stored_without_a_disk_or_when_computing_is_cheaper() -> None:
+    for disk, slow in ((0, False), (32, True)):
+        kv = make(blocks=8, host=8, disk=disk)
+        begin(kv, 1, list(range(16)))
+        kv.release(1)
+        if slow:
+            kv._costs.saw_copy("disk_in", 1000, 10.0)
+        assert list(kv.store()) == []

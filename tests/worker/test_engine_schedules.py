@@ -119,3 +119,48 @@ def test_prefixes_from_the_disk_of_an_earlier_run_change_no_bit(
     second, stats = serve(model, settings, CORE)
     assert second == undisturbed
     assert stats.prefix_hits_disk > 0
+
+
+def test_prefixes_saved_by_an_engine_that_ends_are_hit_by_the_next_and_change_no_bit(
+    model: Path, undisturbed: Answers, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, host_blocks=8, disk_dir=str(tmp_path), disk_bytes=64 << 20)  # no pressure: no demotion
+    executor = NativeExecutor(model, load_spec(model), settings)
+    core = EngineCore(executor, executor.start(), CORE, frozenset(), None)
+    assert run(core) == undisturbed
+    assert core.stats().disk_blocks_used == 0
+    core.save()
+    saved = core.stats().disk_blocks_used
+    core.kv.check()
+    core.close()
+    second, stats = serve(model, settings, CORE)
+    assert second == undisturbed
+    assert 0 < stats.prefix_hits_disk <= saved * settings.block_size
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_choices_of_one_request_get_what_each_gets_alone(model: Path, overlap: int) -> None:
+    prompt = prompts([75])[0]
+    params = SamplingParams(
+        temperature=0.9, seed=3, n=4, max_tokens=12, logprobs=2, repetition_penalty=1.3, logit_bias={5: 2.0}
+    )
+    executor = NativeExecutor(model, load_spec(model), SETTINGS)
+    core = EngineCore(
+        executor, executor.start(), replace(CORE, overlap=overlap, enable_prefix_caching=False), frozenset(), None
+    )
+
+    def answers(*unwanted: int) -> dict[int, list[tuple[int, TokenLogprobs]]]:
+        core.add(AddRequest(id="a", prompt=prompt, params=params, arrival=0.0))
+        for choice in unwanted:
+            core.abort("a", choice)
+        got: dict[int, list[tuple[int, TokenLogprobs]]] = {choice: [] for choice in range(4)}
+        while core.has_work():
+            for delta in core.step().deltas:
+                got[delta.choice].extend(zip(delta.tokens, delta.logprobs, strict=True))
+        return got
+
+    together = answers()
+    assert len({tuple(token for token, _ in got) for got in together.values()}) == 4
+    for choice in range(4):
+        assert answers(*({0, 1, 2, 3} - {choice}))[choice] == together[choice]
+    core.close()

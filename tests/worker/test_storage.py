@@ -43,6 +43,9 @@ class PlainBlocks:
         self.moves += 1
         self.blocks[dst : dst + len(data)] = data
 
+    def wait(self) -> None:
+        pass
+
     def commit(self, slot: int, page: int) -> None:
         raise AssertionError("no pages here")
 
