@@ -84,7 +84,7 @@ class DiskTier:
         """Known blocks with their keys.
 
         Within one boot the system keeps what a killed process had written; after another boot (the power may have
-        failed) every block is read and those that are damaged are cleared.
+        failed), or when one was found damaged, every block is read and those that are damaged are cleared.
         """
         boot = np.frombuffer(Path("/proc/sys/kernel/random/boot_id").read_bytes()[:36].ljust(HEADER), np.uint8)
         if not (self._boot == boot).all():
@@ -108,10 +108,11 @@ class DiskTier:
         """Bring a block back.
 
         Raises EngineDead when its bytes are not what was written: the prefix index counts on them for whoever comes,
-        so only a fresh engine, which finds the block cleared, can go on.
+        so only a fresh engine can go on. It finds the block cleared, and checks all others, lest they end it one by one.
         """
         if not self._is_whole(block):
             self._records[block] = 0
+            self._boot[:] = 0
             raise EngineDead(f"KV block {block} in {self.path} is damaged: its checksum doesn't match")
         into[:] = self._blocks[block]
 

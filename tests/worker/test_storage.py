@@ -178,6 +178,22 @@ def test_a_damaged_disk_block_ends_the_engine_once_and_is_not_known_to_the_next(
     tier.close()
 
 
+def test_when_one_block_is_found_damaged_the_next_engine_checks_them_all(tmp_path: Path) -> None:
+    tier = damaged(tmp_path)
+    tier.close()
+    data = bytearray(tier.path.read_bytes())
+    data[-WIDTH * (DISK - 2) - 5] ^= 1
+    tier.path.write_bytes(data)
+    tier = disk(tmp_path)
+    assert len(tier.index()) == 2
+    with pytest.raises(EngineDead, match="damaged"):
+        tier.read(1, np.zeros(WIDTH, np.uint8))
+    tier.close()
+    tier = disk(tmp_path)
+    assert tier.index() == ()
+    tier.close()
+
+
 def test_after_another_boot_every_block_is_checked(tmp_path: Path) -> None:
     tier = damaged(tmp_path)
     tier.close()
