@@ -12,7 +12,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP     := $(BIN)/pip --disable-pip-version-check install -c constraints.txt
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null)
 
-.PHONY: install serve test test-tools check check-gpu clean
+.PHONY: install serve test test-tools check check-gpu audit clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +59,12 @@ test: check test-tools
 check-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest tests/gpu
 	$(BIN)/python -m tests.gpu.check
+
+# Pinned versions against published advisories. Asks the package index, and fails also where it gives no answer.
+AUDIT := build/audit
+audit:
+	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/pip -q install pip-audit==2.10.1; }
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info engine/_kernels.so engine/_kernels.fingerprint

@@ -2,7 +2,11 @@
 
 import ast
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine", "server", "csrc", "docker")
@@ -73,3 +77,23 @@ def test_nothing_that_comes_from_outside_can_become_code() -> None:
         if not (what.startswith("assert") and name.startswith(INVARIANTS))
     ]
     assert not found
+
+
+def needed(name: str, found: set[str]) -> set[str]:
+    """Everything that is installed with `name`, by what the packages themselves say."""
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:  # of another system or Python
+        return found
+    for requirement in map(Requirement, lines):
+        child = canonicalize_name(requirement.name)
+        if child not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(child)
+            needed(child, found)
+    return found
+
+
+def test_every_package_that_is_installed_with_the_program_has_one_pinned_version() -> None:
+    pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().split("\n") if line and line[0] != "#"]
+    assert all(str(pin.specifier).startswith("==") and not pin.url for pin in pins)
+    assert needed("octavo", set()) <= {canonicalize_name(pin.name) for pin in pins}
