@@ -89,10 +89,12 @@ def draft_proposer(draft: Draft, executor: Executor, vocab_size: int, most_draft
     """Load the draft model; `vocab_size` is that of the served one. Raises ConfigError."""
     from engine.speculate.draft import DraftProposer
 
-    return DraftProposer(
+    proposer = DraftProposer(
         executor,
         executor.start(),
         most_drafts=most_drafts,
         max_batched_tokens=draft.settings.max_batched_tokens,
         vocab_size=vocab_size,
     )
+    proposer.warm_up()
+    return proposer

@@ -24,9 +24,12 @@ from engine.speculate.worth import Worth
 
 CHANCE = 0.7  # that a guess is right, before any was seen
 WEIGHT_OVERALL, WEIGHT_OWN = 0.02, 0.1  # of one guess in the chances of all sequences, and in one's own
-ROUNDS_KEPT = 16  # whose time is remembered
+ROUNDS_KEPT = 9  # whose time is remembered
+FEW_TOKENS = 4  # that a sequence has more than the draft knows, in a step that is no catching up
 CATCH_UP_STEPS = 64  # over so many steps of guessing it must pay to compute what the draft doesn't know of a text
 DRAFT_TOKEN_S = 1e-3  # of a token of a prompt, before any was seen
+WARM_TOKENS, WARM_STEPS = 64, 4
+WARM_SEQUENCE = -1  # no sequence of a scheduler
 TRY_SHARE = 0.01  # of the time goes into trying anew where guessing doesn't pay
 TRY_DRAFTS = 2
 
@@ -50,12 +53,21 @@ class DraftProposer:
         self._lines: dict[int, _Line] = {}
         self._seated: OrderedDict[int, _Line] = OrderedDict()  # those with a slot and KV, the next victim first
         self._worth = Worth(most_drafts)
-        self._chances = [CHANCE] * most_drafts  # of all sequences, by place: right, if all before it were
+        self._chance = CHANCE  # of all sequences: that a guess is right, if all before it were
         self._rounds: deque[float] = deque(maxlen=ROUNDS_KEPT)
         self._round_s = 0.0  # of a guess for all sequences: the median of those kept
         self._token_s = DRAFT_TOKEN_S  # of a token new to the draft: the least so far, for the first ones are cold
         self._since_try_s = 0.0
         self._steps = 0
+
+    def warm_up(self) -> None:
+        """Guess a few times, so that what is measured of the first requests isn't the cold memory."""
+        length, chance = min(WARM_TOKENS, self.max_tokens // 2), self._chance
+        for tokens in ([0] * n for n in range(length, length + WARM_STEPS)):
+            self.number(WARM_SEQUENCE, tokens, 1)
+            self.propose([Ask(WARM_SEQUENCE, tokens, 2, "", SlotParams)])
+        self.forget(WARM_SEQUENCE)
+        self._chance = chance
 
     # ---------------------------------------------------------------- what the scheduler asks
 
@@ -63,15 +75,15 @@ class DraftProposer:
         """See `Proposer`."""
         line = self._lines.get(seq)
         if line is None:
-            line = self._lines[seq] = _Line(self._chances)
+            line = self._lines[seq] = _Line(self._chance)
             line.failed = max(tokens) >= self._draft_vocab_size
-        for place, right in line.judge(tokens):
-            self._chances[place] += WEIGHT_OVERALL * (right - self._chances[place])
+        for right in line.judge(tokens):
+            self._chance += WEIGHT_OVERALL * (right - self._chance)
         limit = min(limit, self.max_tokens - len(tokens))
         if limit < 1 or line.failed:
             return 0
         once_s = max(0, len(tokens) - line.computed - 1) * self._token_s
-        number = self._worth.drafts(line.chances[:limit], self._round_s, once_s / CATCH_UP_STEPS)
+        number = self._worth.drafts([line.chance] * limit, self._round_s, once_s / CATCH_UP_STEPS)
         if number:
             return number
         number = min(TRY_DRAFTS, limit)
@@ -84,14 +96,15 @@ class DraftProposer:
         self._steps += 1
         for ask in asks:
             self._lines[ask.seq].guess = []
+        began, rounds = time.perf_counter(), 1
         try:
-            going = self._catch_up(asks)
+            going, caught_up = self._catch_up(asks)
             while going := [ask for ask in going if len(self._lines[ask.seq].guess) < ask.number]:
-                began = time.perf_counter()
-                rows = [self._row(ask, self._lines[ask.seq].guess[-1:]) for ask in going]
-                self._run(going, rows, [])
-                self._rounds.append(time.perf_counter() - began)
-            self._round_s = statistics.median(self._rounds) if self._rounds else 0.0
+                self._run(going, [self._row(ask, self._lines[ask.seq].guess[-1:]) for ask in going], [])
+                rounds += 1
+            if 0 < caught_up <= FEW_TOKENS * len(asks):
+                self._rounds.append((time.perf_counter() - began) / rounds)
+                self._round_s = statistics.median(self._rounds)
         except RequestFailed:
             for ask in asks:
                 self._unseat(ask.seq)
@@ -114,8 +127,11 @@ class DraftProposer:
 
     # ---------------------------------------------------------------- the draft's own steps
 
-    def _catch_up(self, asks: Sequence[Ask]) -> list[Ask]:
-        """Compute what the draft doesn't know of the texts yet; returns who has its first guess now."""
+    def _catch_up(self, asks: Sequence[Ask]) -> tuple[list[Ask], int]:
+        """Compute what the draft doesn't know of the texts yet.
+
+        Returns who has its first guess now, and how many tokens were computed.
+        """
         began = time.perf_counter()
         budget = self._max_batched_tokens
         running: list[Ask] = []
@@ -133,14 +149,14 @@ class DraftProposer:
             running.append(ask)
             budget -= len(tokens)
         if not rows:
-            return []
+            return [], 0
         self._run(running, rows, slots)
         computed = sum(len(row.tokens) for row in rows)
-        if computed > 4 * len(rows):
+        if computed > FEW_TOKENS * len(rows):
             self._token_s = min(self._token_s, (time.perf_counter() - began) / computed)
         for ask in running:
             self._kv.commit(ask.seq, ask.tokens, self._lines[ask.seq].computed)
-        return [ask for ask in running if self._lines[ask.seq].guess]
+        return [ask for ask in running if self._lines[ask.seq].guess], computed
 
     def _seat(self, ask: Ask) -> bool:
         """Slot and KV for its tokens and guesses; False when only those of this step could give way."""
@@ -202,34 +218,32 @@ class DraftProposer:
 class _Line:
     """What the draft knows of one sequence."""
 
-    __slots__ = ("chances", "computed", "failed", "guess", "known", "slot", "step", "unknown")
+    __slots__ = ("chance", "computed", "failed", "guess", "known", "slot", "step", "unknown")
 
-    def __init__(self, chances: Sequence[float]) -> None:
+    def __init__(self, chance: float) -> None:
         self.slot = -1
         self.unknown = True  # the executor hasn't been told how it samples
         self.computed = 0  # tokens that have KV; beyond `known` those are guesses
         self.known = 0  # tokens when it was last asked for
         self.guess: list[int] = []  # what was guessed to follow them
-        self.chances = list(chances)
+        self.chance = chance  # that a guess is right, if all before it were
         self.step = 0  # of the proposer, when it was last asked for
         self.failed = False  # the draft can't compute it
 
-    def judge(self, tokens: Sequence[int]) -> list[tuple[int, bool]]:
-        """Compare the guesses with what came; the place of each that could be judged, and was it right?
+    def judge(self, tokens: Sequence[int]) -> list[bool]:
+        """Compare the guesses with what came: for each that could be judged, was it right?
 
         The KV of those that were wrong is given up; the last token is always computed again, for its logits.
         """
-        judged: list[tuple[int, bool]] = []
+        judged: list[bool] = []
         came = tokens[self.known : self.known + len(self.guess)]
-        right = 0
-        for place, token in enumerate(came):
-            judged.append((place, token == self.guess[place]))
-            self.chances[place] += WEIGHT_OWN * (judged[-1][1] - self.chances[place])
-            if not judged[-1][1]:
+        for token, guess in zip(came, self.guess, strict=False):
+            judged.append(token == guess)
+            self.chance += WEIGHT_OWN * (judged[-1] - self.chance)
+            if not judged[-1]:
                 break
-            right += 1
         if came:
-            self.computed = min(self.computed, self.known + right)
+            self.computed = min(self.computed, self.known + sum(judged))
             self.guess = []
         self.computed = min(self.computed, len(tokens) - 1)
         return judged
