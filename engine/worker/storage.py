@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from engine.core.plan import Copied, KVOp
 from engine.errors import OctavoError, RequestFailed
+from engine.worker.disk_writer import DiskWriter
 from engine.worker.tiers import DiskTier, HostPool
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,6 +36,9 @@ class DeviceBlocks(Protocol):
 
     def write(self, dst: int, data: Bytes) -> None:
         """Host to device. data [n, bytes_per_block]."""
+
+    def wait(self) -> None:
+        """Until host memory that `read` and `write` were given may be used again."""
 
     def commit(self, slot: int, page: int) -> None:
         """Back page `page` of a slot's reserved range with memory (virtual-contiguous storage)."""
@@ -82,7 +86,7 @@ class KVStorage:
     def __init__(self, device: DeviceBlocks, host: HostPool, disk: DiskTier | None) -> None:
         self._device = device
         self._host = host.blocks
-        self._disk = disk
+        self._disk = DiskWriter(disk, device.bytes_per_block) if disk is not None else None
 
     def run(self, ops: tuple[KVOp, ...], disk_keys: dict[int, bytes]) -> tuple[Copied, ...]:
         """Run the operations in order. Returns what was moved, by kind.
@@ -122,9 +126,11 @@ class KVStorage:
             case "unmap":
                 device.release(src, dst)
             case "disk_out" if self._disk is not None:
+                device.wait()
                 for i in range(n):
                     self._disk.write(dst + i, host[src + i], disk_keys.get(dst + i, b""))
             case "disk_in" if self._disk is not None:
+                device.wait()
                 for i in range(n):
                     self._disk.read(src + i, host[dst + i])
 
@@ -144,6 +150,18 @@ class KVStorage:
         for first, limit in zip((run.src, run.dst), limits[run.kind], strict=True):
             if first < 0 or first + run.n > limit:
                 raise RequestFailed(f"KV operation {run.kind} {run.src} -> {run.dst} is outside of its {limit} blocks")
+
+    def read_block(self, block: int) -> bytes:
+        """See `BlockAccess`."""
+        into = np.empty((1, self._device.bytes_per_block), np.uint8)
+        self._device.read(block, into)
+        return into.tobytes()
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """See `BlockAccess`."""
+        if not 0 <= block < self._device.num_blocks or len(data) != self._device.bytes_per_block:
+            raise RequestFailed(f"{len(data)} bytes can't become KV block {block}")
+        self._device.write(block, np.frombuffer(data, np.uint8)[None])
 
     def close(self) -> None:
         """Close the disk tier; idempotent."""

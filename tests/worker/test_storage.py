@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.attention.cache import KVCache
 from engine.core.plan import KVOp
 from engine.errors import ConfigError, EngineDead, RequestFailed
+from engine.worker.disk_writer import DiskWriter
 from engine.worker.storage import KVStorage, runs
 from engine.worker.tiers import DiskTier, HostPool
 from engine.worker.torch_blocks import TorchBlocks
@@ -131,6 +132,32 @@ def test_a_block_comes_back_identical_from_every_tier(tmp_path: Path) -> None:
     assert (device.blocks[5] == block).all()
     storage.close()
     storage.close()
+
+
+def test_a_write_to_disk_keeps_what_the_block_was_and_a_read_waits_for_it(tmp_path: Path) -> None:
+    device, host = PlainBlocks(), HostPool(HOST, WIDTH)
+    storage = KVStorage(device, host, disk(tmp_path))
+    host.blocks[0] = 1
+    for value in range(1, 200):  # more than there are buffers; each next move overwrites the source at once
+        storage.run((KVOp("disk_out", 0, value % DISK), KVOp("out", 3, 0)), {value % DISK: b"key %d" % value})
+        storage.run((KVOp("disk_in", value % DISK, 1),), {})
+        assert (host.blocks[1] == (1 if value == 1 else before)).all()
+        device.blocks[3] = before = value + 1 & 255
+        storage.run((KVOp("out", 3, 0),), {})
+    storage.close()
+    tier = disk(tmp_path)
+    assert dict(tier.index()) == {value % DISK: b"key %d" % value for value in range(200 - DISK, 200)}
+    tier.close()
+
+
+def test_a_disk_that_fails_ends_the_engine(tmp_path: Path) -> None:
+    tier = disk(tmp_path)
+    writer = DiskWriter(tier, WIDTH)
+    tier._blocks.flags.writeable = False
+    writer.write(0, np.ones(WIDTH, np.uint8), b"k")
+    with pytest.raises(EngineDead, match="can't be written"):
+        writer.read(0, np.zeros(WIDTH, np.uint8))
+    writer.close()
 
 
 def test_disk_blocks_survive_a_killed_process_and_give_their_keys_back(tmp_path: Path) -> None:
