@@ -12,6 +12,9 @@ COPY csrc csrc
 COPY engine engine
 COPY server server
 RUN pip install --no-cache-dir -c constraints.txt .
+# Only encoders and models without a native decoder need these, a gigabyte: --build-arg TORCH=keep
+ARG TORCH=
+RUN test -n "$TORCH" || pip uninstall -y torch transformers sympy mpmath networkx
 ENV OCTAVO_CACHE=/opt/models
 RUN octavo pull smollm2
 

@@ -39,3 +39,16 @@ def test_the_compose_file_of_two_replicas_is_valid() -> None:
 
 def test_the_kubernetes_manifests_are_valid() -> None:
     run_tool("kubernetes-validate", "--strict", "docker/k8s/deployment.yaml", "docker/k8s/service.yaml")
+
+
+def test_without_torch_what_needs_it_is_refused_with_what_to_install() -> None:
+    # The image has none: `None` among the modules stands for one that isn't installed.
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from engine.build import build; from engine.config import EngineConfig\n"
+        "from engine.errors import ConfigError\n"
+        "try: build(EngineConfig.of('smollm2', attention_backend='reference'))\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "computed by torch, which isn't installed: pip install torch transformers" in done.stdout
