@@ -63,8 +63,6 @@ def find_model(config: EngineConfig, *, progress: bool = False) -> Path:
 
 def build(config: EngineConfig) -> Engine:
     """Load the model and make the engine. Raises ConfigError."""
-    from engine.core.engine import EngineCore
-    from engine.model.config import load_spec
     try:
         return load_engine(config)
     except ModuleNotFoundError as error:
@@ -76,6 +74,8 @@ def build(config: EngineConfig) -> Engine:
 
 def load_engine(config: EngineConfig) -> Engine:
     """`build`, where all that the model needs is installed."""
+    from engine.core.engine import EngineCore
+    from engine.model.config import load_spec
     from engine.model.encoder_config import is_encoder
     from engine.sampling.grammar import GrammarCompiler
     from engine.text.tokenizer import Tokenizer
@@ -88,8 +88,7 @@ def load_engine(config: EngineConfig) -> Engine:
         return build_encoder(config, path)
     spec = load_spec(path, max_model_len=config.model.max_model_len)
     choice = choose(config, path, spec)
-    ranks = config.parallel.tensor_parallel_size
-    executor = make_executor(choice, path, spec, ranks)
+    executor = make_executor(choice, path, spec)
     geometry = executor.start()
     geometry = msgspec.structs.replace(geometry, max_model_len=context_length(config, spec, geometry))
     tokenizer = Tokenizer.load(path)
@@ -104,20 +103,7 @@ def load_engine(config: EngineConfig) -> Engine:
     for name, directory in adapters(config.model.lora).items():
         load_adapter(core, name, directory)
     loaded_s = time.perf_counter() - began
-    return Engine(core, describe(config, path, spec, choice, geometry, loaded_s), make_publisher(config))
-
-
-def make_publisher(config: EngineConfig) -> Publisher | None:
-    """What publishes KV events, if they are asked for. Each replica has ports of its own, from the first on."""
-    kv, rank = config.kv, config.replica
-    if not kv.kv_events:
-        return None
-    from engine.kv_events import Publisher
-
-    endpoints = [nth_endpoint(endpoint, rank) for endpoint in (kv.kv_events, kv.kv_events_replay)]
-    if not all(is_private(endpoint) for endpoint in endpoints):
-        log.warning("--kv-events: whoever reaches the socket reads the tokens of all prompts")
-    return Publisher(*endpoints, kv.kv_events_topic, rank)
+    return Engine(core, describe(config, path, spec, choice, geometry, loaded_s))
 
 
 def load_adapter(core: EngineCore, name: str, directory: str) -> None:
