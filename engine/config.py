@@ -159,6 +159,11 @@ class ServerConfig:
     lora_dir: str = option("", "directory whose LoRA adapters may be loaded over HTTP", metavar="DIR")
     metrics_vllm_aliases: bool = option(False, "every metric a second time under vLLM's name")
     log_level: str = option("info", "", choices=("debug", "info", "warning", "error"))
+    generation_config: str = option(
+        "auto",
+        "auto: requests have the sampling defaults of the model's generation_config.json",
+        choices=("auto", "none"),
+    )
     log_prompts: bool = option(False, "write prompts to the log")
     shutdown_timeout: float = option(30.0, "time that running requests get after SIGTERM", low=0, common=True)
     watchdog_timeout: float = option(60.0, "an engine without a step for so long is restarted; 0 = never", low=0)

@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest, RequestFailed
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import Detokenizer, StopChecker
+from engine.text.generation import sampling_defaults
 from engine.text.tokenizer import Tokenizer
 from engine.validate import Limits, add_request, pooling_request, stop_strings
 
@@ -66,6 +67,8 @@ class LLM:
         self._limits = Limits.of(ready)
         self.tokenizer = Tokenizer.load(path)
         self._template = ChatTemplate.of(self.tokenizer)
+        defaults = sampling_defaults(self.tokenizer.generation_config)
+        self._defaults = msgspec.structs.replace(defaults, max_tokens=None)
         self._count = 0
 
     def generate(
@@ -76,12 +79,13 @@ class LLM:
         stop: str | Sequence[str] | None = None,
         progress: bool = True,
     ) -> list[Answer]:
-        """Answers in the order of the prompts, which are texts or token ids. One `params` goes for all.
+        """Answers in the order of the prompts, which are texts or token ids. One `params` goes for all; without any
+        those of the model's generation_config.json hold, but for a limit.
 
         Raises InvalidRequest for a prompt or parameter that can't be served, RequestFailed when the engine fails.
         """
         many = _as_list(prompts)
-        one = params or SamplingParams()
+        one = params or self._defaults
         each = [one] * len(many) if isinstance(one, SamplingParams) else list(one)
         if len(each) != len(many):
             raise InvalidRequest(f"{len(many)} prompts, but {len(each)} sampling parameters; give one each, or one")
@@ -106,7 +110,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, stop: str | Sequence[str] | None = None
     ) -> Iterator[str]:
         """The text of the first choice, piece by piece. Leaving the loop early aborts the request."""
-        run = self._run(prompt, params or SamplingParams(), stop)
+        run = self._run(prompt, params or self._defaults, stop)
         own = {run.request.id: run}
         shown = 0
         try:

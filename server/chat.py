@@ -184,7 +184,8 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
     params = sampling_params(
         wire,
         service.tokenizer,
-        max_tokens=limit,
+        service.defaults,
+        max_tokens=service.defaults.max_tokens if limit is None else limit,
         logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
         grammar=plan.grammar,
     )
@@ -196,7 +197,7 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
         prompt,
         params,
         prompt_field="messages",
-        max_tokens_policy=service.settings.max_tokens_policy,
+        max_tokens_policy="clamp" if limit is None else service.settings.max_tokens_policy,
     )
     generation = service.generation(engine_request, options)
     parsers = [plan.parser() for _ in range(engine_request.params.n)]

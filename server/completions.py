@@ -139,7 +139,9 @@ def _generations(
         logprobs = 0  # the candidates are ranked by their own logprobs
     default = wire.max_tokens is None
     limit = DEFAULT_MAX_TOKENS if default else wire.max_tokens
-    params = sampling_params(wire, service.tokenizer, max_tokens=limit, logprobs=logprobs, grammar=grammar)
+    params = sampling_params(
+        wire, service.tokenizer, service.defaults, max_tokens=limit, logprobs=logprobs, grammar=grammar
+    )
     scored = wire.prompt_logprobs
     if wire.echo and wire.logprobs is not None:
         scored = max(wire.logprobs, scored or 0)

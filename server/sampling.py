@@ -22,12 +22,13 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def sampling_params(
     wire: GenerationRequest,
     tokenizer: Tokenizer,
+    defaults: SamplingParams,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> SamplingParams:
-    """Unchecked parameters of `wire`: null fields are defaults."""
+    """Unchecked parameters of `wire`: null fields are the model's `defaults`, or those of the API."""
     n = 1 if wire.n is None else wire.n
     beams = 0
     if wire.use_beam_search:
@@ -37,13 +38,15 @@ def sampling_params(
         raise InvalidRequest(f"{name} needs use_beam_search=true", param=name)
     if wire.allowed_token_ids is not None and not wire.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty: no token could follow", param="allowed_token_ids")
+    if beams:
+        defaults = SamplingParams()  # a search ranks what the model says itself
     return SamplingParams(
         n=n,
-        temperature=1.0 if wire.temperature is None else wire.temperature,
-        top_p=1.0 if wire.top_p is None else wire.top_p,
-        top_k=wire.top_k or 0,
-        min_p=wire.min_p or 0.0,
-        repetition_penalty=1.0 if wire.repetition_penalty is None else wire.repetition_penalty,
+        temperature=defaults.temperature if wire.temperature is None else wire.temperature,
+        top_p=defaults.top_p if wire.top_p is None else wire.top_p,
+        top_k=defaults.top_k if wire.top_k is None else wire.top_k,
+        min_p=defaults.min_p if wire.min_p is None else wire.min_p,
+        repetition_penalty=defaults.repetition_penalty if wire.repetition_penalty is None else wire.repetition_penalty,
         presence_penalty=wire.presence_penalty or 0.0,
         frequency_penalty=wire.frequency_penalty or 0.0,
         logit_bias=_logit_bias(wire.logit_bias),

@@ -258,6 +258,7 @@ def server_settings(settings: Settings) -> ServerSettings:
         vllm_metric_aliases=own.metrics_vllm_aliases,
         max_body_bytes=memory(own.max_body_size, 0),
         max_tokens_policy="refuse" if own.max_tokens_policy == "refuse" else "clamp",
+        generation_config=own.generation_config == "auto",
         trust_request_chat_template=own.trust_request_chat_template,
         tool_parser=own.tool_parser,
         reasoning_parser=own.reasoning_parser,

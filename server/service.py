@@ -18,6 +18,7 @@ from engine.api import AddRequest, SamplingParams
 from engine.client import EngineClient
 from engine.errors import ConfigError, InvalidRequest, NotFound
 from engine.text.chat import ChatTemplate
+from engine.text.generation import sampling_defaults
 from engine.text.tokenizer import Tokenizer
 from engine.validate import Limits, add_request
 from server.auth import KeyLimits
@@ -51,6 +52,7 @@ class Service:
         self.syntax = OutputSyntax.of(
             tokenizer, template, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
+        self.defaults = sampling_defaults(tokenizer.generation_config if settings.generation_config else {})
         self.version = version
         self.created = int(time.time())
         self._fingerprint = ""

@@ -40,6 +40,7 @@ class ServerSettings:
     vllm_metric_aliases: bool = False  # every octavo_ metric a second time under vLLM's name
     max_body_bytes: int = 10 * 2**20
     max_tokens_policy: Literal["clamp", "refuse"] = "clamp"  # chat: max_tokens beyond the room in the context
+    generation_config: bool = True  # the model's own sampling defaults hold where a request names none
     trust_request_chat_template: bool = False  # allow `chat_template` in a request
     tool_parser: str = ""  # name in server.parsers; "" = chosen by the model's template
     reasoning_parser: str = ""  # name in server.parsers; "" = chosen by the model's template

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequest, NotFound, RequestFailed
+from engine.text.generation import advised
 from server.metrics import CONTENT_TYPE
 from server.service import Service, json_response, service_of
 
@@ -22,6 +23,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": adapter or service.settings.model_root or service.model,
         "parent": service.model if adapter else None,
         "max_model_len": service.client.ready.max_model_len,
+        "sampling_defaults": advised(service.defaults),
         "permission": [],
     }
 

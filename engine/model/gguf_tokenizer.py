@@ -39,6 +39,13 @@ _WORDS = {
 }
 _GPT2_WORDS = ("gpt-2", "gpt2", "default", "olmo", "phi-2", "mpt", "jina-es", "jina-de", "roberta-bpe")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -74,6 +81,9 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     generation["eos_token_id"] = sorted({end for end in ends if isinstance(end, int)})
     if isinstance(metadata.get("tokenizer.ggml.bos_token_id"), int):
         generation["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
+    for name, key in _SAMPLING.items():
+        if isinstance(metadata.get(f"general.sampling.{key}"), (int, float)):
+            generation[name] = metadata[f"general.sampling.{key}"]
     return {
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),

@@ -63,6 +63,7 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_templates: dict[str, str] | None = None,
+        generation_config: dict[str, Any] | None = None,
     ) -> None:
         try:
             header = msgspec.json.decode(tokenizer_json, type=_Header)
@@ -75,6 +76,7 @@ class Tokenizer:
         self.config = config or {}
         self.special_tokens = special_tokens or {}
         self.chat_templates = chat_templates or {}
+        self.generation_config = generation_config or {}
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
         self._added = {token.id: token.content.encode() for token in header.added_tokens}
         self.special_ids = frozenset(token.id for token in header.added_tokens if token.special)
@@ -143,7 +145,12 @@ class Tokenizer:
             if name.endswith(".jinja") and name != "chat_template.jinja":
                 templates[name.removesuffix(".jinja")] = data.decode()
         return cls(
-            files["tokenizer.json"], config=config, special_tokens=special, eos_token_ids=ids, chat_templates=templates
+            files["tokenizer.json"],
+            config=config,
+            special_tokens=special,
+            eos_token_ids=ids,
+            chat_templates=templates,
+            generation_config=generation,
         )
 
     def _role_id(self, role: str) -> int | None:
