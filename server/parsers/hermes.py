@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from server.output import OutputDelta
-from server.parsers.sink import CallObject, Calls, Markers, Sink, Walk
+from server.parsers.object_calls import ObjectCallsParser
+from server.parsers.sink import Calls, Markers
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(ObjectCallsParser):
     """Text, and calls between tags. Blanks around calls belong to neither."""
 
+    BEHIND = "closing"
+
     def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._sink = Sink(calls)
+        super().__init__(calls)
         self._markers = Markers([OPEN])
         self._closing = Markers([CLOSE])
-        self._state = "text"
-        self._raw = ""  # of a call that may turn out to be none
-        self._walk: CallObject | None = None
-
-    def push(self, text: str) -> list[OutputDelta]:
-        for char in text:
-            self._step(char)
-        return self._sink.take()
 
     def finish(self) -> list[OutputDelta]:
         if self._walk is not None:
@@ -58,30 +52,9 @@ class HermesParser:
         if char.isspace():
             self._raw += char
         elif char == "{":
-            self._walk = CallObject(self._sink, self._calls)
-            self._state = "call"
-            self._in_call(char)
+            self._begin_call(char)
         else:
             self._give_back(char)
-
-    def _in_call(self, char: str) -> None:
-        assert self._walk is not None
-        outcome = self._walk.push(char)
-        if outcome is Walk.FAILED:
-            self._give_back(char)
-            return
-        self._raw = "" if self._walk.begun else self._raw + char
-        if outcome is not Walk.MORE:
-            self._walk, self._state = None, "closing"
-        if outcome is Walk.ENDED:
-            self._step(char)
-
-    def _give_back(self, char: str) -> None:
-        """No call after all: what was held is text, and `char` is looked at again as text."""
-        self._walk, self._state = None, "text"
-        raw, self._raw = self._raw, ""
-        self._sink.text(raw)
-        self._step(char)
 
     def _closed(self, char: str) -> None:
         """After a call: its closing tag, or one more object, or (the tag forgotten) anything else."""

@@ -6,26 +6,21 @@ Several are separated by ";" or ",", or are a JSON list. `<|python_tag|>` may st
 from __future__ import annotations
 
 from server.output import OutputDelta
-from server.parsers.sink import CallObject, Calls, Markers, Sink, Walk
+from server.parsers.object_calls import ObjectCallsParser
+from server.parsers.sink import Calls, Markers
 
 PYTHON_TAG = "<|python_tag|>"
 
 
-class JsonCallsParser:
+class JsonCallsParser(ObjectCallsParser):
     """Calls from the first character on, or text."""
 
+    BEHIND = "between"
+
     def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._sink = Sink(calls)
+        super().__init__(calls)
         self._tag = Markers([PYTHON_TAG])
         self._state = "start"
-        self._raw = ""
-        self._walk: CallObject | None = None
-
-    def push(self, text: str) -> list[OutputDelta]:
-        for char in text:
-            self._step(char)
-        return self._sink.take()
 
     def finish(self) -> list[OutputDelta]:
         if self._walk is not None:
@@ -60,28 +55,14 @@ class JsonCallsParser:
             if free:
                 self._give_back("")
         elif char == "{":
-            self._state, self._walk = "call", CallObject(self._sink, self._calls)
-            self._in_call(char)
+            self._begin_call(char)
         elif char.isspace() or (char in ";,]" and self._state == "between") or (char == "[" and "[" not in self._raw):
             self._raw += char
         else:
             self._give_back(char)
 
-    def _in_call(self, char: str) -> None:
-        assert self._walk is not None
-        outcome = self._walk.push(char)
-        if outcome is Walk.FAILED:
-            self._walk = None
-            self._give_back(char)
-            return
-        self._raw = "" if self._walk.begun else self._raw + char
-        if outcome is not Walk.MORE:
-            self._walk, self._state = None, "between"
-        if outcome is Walk.ENDED:
-            self._step(char)
-
     def _give_back(self, char: str) -> None:
         """Not a call: this and all that follows is text."""
-        self._state = "text"
+        self._walk, self._state = None, "text"
         self._sink.content(self._raw + self._tag.flush() + char)
         self._raw = ""

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from server.output import OutputDelta
-from server.parsers.sink import CallObject, Calls, JsonText, Markers, Sink, Walk
+from server.parsers.object_calls import ObjectCallsParser
+from server.parsers.sink import Calls, JsonText, Markers
 
 MARK = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 
 
-class MistralParser:
+class MistralParser(ObjectCallsParser):
     """Text up to the marker, calls behind it."""
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._sink = Sink(calls)
-        self._markers = Markers([MARK])
-        self._state = "text"
-        self._raw = ""
-        self._name = ""
-        self._walk: CallObject | None = None
-        self._arguments = JsonText()
+    BEHIND = "between"
 
-    def push(self, text: str) -> list[OutputDelta]:
-        for char in text:
-            self._step(char)
-        return self._sink.take()
+    def __init__(self, calls: Calls) -> None:
+        super().__init__(calls)
+        self._markers = Markers([MARK])
+        self._name = ""
+        self._arguments = JsonText()
 
     def finish(self) -> list[OutputDelta]:
         begun = self._state == "arguments" or (self._walk is not None and self._walk.begun)
@@ -65,23 +59,10 @@ class MistralParser:
         if char.isspace() or (char == "[" and "[" not in self._raw.removeprefix(MARK)):
             self._raw += char
         elif char == "{":
-            self._state, self._walk = "call", CallObject(self._sink, self._calls)
-            self._in_call(char)
+            self._begin_call(char)
         else:
             self._state = "name"
             self._in_name(char)
-
-    def _in_call(self, char: str) -> None:
-        assert self._walk is not None
-        outcome = self._walk.push(char)
-        if outcome is Walk.FAILED:
-            self._give_back(char)
-            return
-        self._raw = "" if self._walk.begun else self._raw + char
-        if outcome is not Walk.MORE:
-            self._walk, self._state = None, "between"
-        if outcome is Walk.ENDED:
-            self._step(char)
 
     def _in_name(self, char: str) -> None:
         if char != "{":
@@ -103,16 +84,9 @@ class MistralParser:
     def _between(self, char: str) -> None:
         """After a call in a list: the next one, or the end of the list."""
         if char == "{":
-            self._state, self._raw, self._walk = "call", "", CallObject(self._sink, self._calls)
-            self._in_call(char)
+            self._raw = ""
+            self._begin_call(char)
         elif not (char.isspace() or char in ",;"):
             self._state = "text"
             if char != "]":
                 self._step(char)
-
-    def _give_back(self, char: str) -> None:
-        self._walk, self._state = None, "text"
-        raw, self._raw = self._raw, ""
-        self._sink.text(raw)
-        if char:
-            self._step(char)
