@@ -99,7 +99,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """An operator's command; answered by `Snapshot` with the same `token`."""
 
     token: int
-    command: Literal["load_adapter", "unload_adapter", "reset_prefix_cache"]
+    command: Literal["load_adapter", "unload_adapter", "reset_prefix_cache", "export_kv", "import_kv"]
     argument: dict[str, str] = {}
 
 

@@ -18,7 +18,7 @@ import msgspec
 from engine import machine
 from engine.api import Ready
 from engine.build_draft import choose_draft, draft_proposer
-from engine.config import EngineConfig, adapters, memory
+from engine.config import EngineConfig, adapters, is_private, memory, nth_endpoint
 from engine.errors import ConfigError, InvalidRequest
 from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.process import Engine
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine.core.plan import Executor, Geometry
     from engine.core.proposer import Proposer
     from engine.core.settings import CoreSettings
+    from engine.kv_events import Publisher
     from engine.model.memory import MemoryPlan
     from engine.native import Kernels
     from engine.worker.settings import ExecutorSettings
@@ -103,7 +104,20 @@ def load_engine(config: EngineConfig) -> Engine:
     for name, directory in adapters(config.model.lora).items():
         load_adapter(core, name, directory)
     loaded_s = time.perf_counter() - began
-    return Engine(core, describe(config, path, spec, choice, geometry, loaded_s))
+    return Engine(core, describe(config, path, spec, choice, geometry, loaded_s), make_publisher(config))
+
+
+def make_publisher(config: EngineConfig) -> Publisher | None:
+    """What publishes KV events, if they are asked for. Each replica has ports of its own, from the first on."""
+    kv, rank = config.kv, config.replica
+    if not kv.kv_events:
+        return None
+    from engine.kv_events import Publisher
+
+    endpoints = [nth_endpoint(endpoint, rank) for endpoint in (kv.kv_events, kv.kv_events_replay)]
+    if not all(is_private(endpoint) for endpoint in endpoints):
+        log.warning("--kv-events: whoever reaches the socket reads the tokens of all prompts")
+    return Publisher(*endpoints, kv.kv_events_topic, rank)
 
 
 def load_adapter(core: EngineCore, name: str, directory: str) -> None:
@@ -223,6 +237,7 @@ def core_settings(config: EngineConfig, executor: ExecutorSettings) -> CoreSetti
 def pick_device(wanted: str) -> str:
     """ "auto" is the first GPU that torch can use, else the CPU."""
     if wanted != "auto":
+        "kv_events": bool(config.kv.kv_events),
         return wanted
     if machine.accelerators():
         import torch

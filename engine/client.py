@@ -45,6 +45,7 @@ FACTORY = "engine.build:build"
 SUSPECT_AT = 2  # deaths in a row without progress
 ANSWER_S = 30.0  # an inspection or a command is answered within so long
 LOAD_S = 600.0  # the same of a command that reads files
+READS_FILES = ("load_adapter", "export_kv", "import_kv")
 STABLE_S = 60.0  # an idle engine that lived so long has got somewhere
 BUSY_FACTOR = 10  # a step that keeps the processor busy may take so many times the watchdog's time
 BACKOFF_S = (0.0, 0.1, 0.5, 2.0, 5.0)
@@ -471,7 +472,7 @@ class Supervisor:
     async def control(self, command: str, argument: dict[str, str]) -> Any:
         token = next(self._tokens)
         fields = {"type": "control", "token": token, "command": command, "argument": argument}
-        answer = await self._ask(fields, LOAD_S if command == "load_adapter" else ANSWER_S)
+        answer = await self._ask(fields, LOAD_S if command in READS_FILES else ANSWER_S)
         if command == "load_adapter":
             self._adapters[argument["name"]] = argument["path"]
         elif command == "unload_adapter":

@@ -86,6 +86,9 @@ class KVConfig:
     kv_manager: str = option("paged", "paged, or virtual-contiguous (vAttention)", choices=("paged", "virtual"))
 
 
+    kv_events: str = option("", "ZeroMQ endpoint to publish KV events on, tcp://127.0.0.1:5557", form="endpoint")
+    kv_events_replay: str = option("", "endpoint where subscribers get events that they missed", form="endpoint")
+    kv_events_topic: str = option("", "topic of KV events", metavar="TOPIC")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """What runs when."""
@@ -165,6 +168,7 @@ class ServerConfig:
         choices=("auto", "none"),
     )
     log_prompts: bool = option(False, "write prompts to the log")
+    kv_transfer_dir: str = option("", "directory that cached prefixes may be exported to over HTTP", metavar="DIR")
     shutdown_timeout: float = option(30.0, "time that running requests get after SIGTERM", low=0, common=True)
     watchdog_timeout: float = option(60.0, "an engine without a step for so long is restarted; 0 = never", low=0)
     max_restarts: int = option(5, "restarts in a row that get nowhere before the server exits", low=0)
@@ -383,6 +387,22 @@ def is_loopback(host: str) -> bool:
     """Does only this machine reach `host`?"""
     if host == "localhost":
         return True
+def nth_endpoint(endpoint: str, n: int) -> str:
+    """The endpoint of replica n: n ports further, or another path."""
+    if not n or not endpoint:
+        return endpoint
+    if endpoint.startswith("tcp://"):
+        address, _, port = endpoint.rpartition(":")
+        return f"{address}:{int(port) + n}"
+    return f"{endpoint}-{n}"
+
+
+def is_private(endpoint: str) -> bool:
+    """Does only this machine reach a ZeroMQ endpoint?"""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return not endpoint.startswith("tcp://") or is_loopback(host)
+
+
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -264,7 +264,8 @@ def server_settings(settings: Settings) -> ServerSettings:
         reasoning_parser=own.reasoning_parser,
         cors_origins=own.cors_origin,
         root_path=own.root_path,
-        lora_dir=lora_dir(own.lora_dir),
+        lora_dir=directory("--lora-dir", own.lora_dir),
+        kv_transfer_dir=directory("--kv-transfer-dir", own.kv_transfer_dir),
         data_dir=own.data_dir,
         log_prompts=own.log_prompts,
     )
@@ -278,10 +279,10 @@ def default_names(model: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((path.name.removesuffix(".gguf"), model)))
 
 
-def lora_dir(given: str) -> str:
-    """The directory of adapters, with no link left in its path. Raises ConfigError."""
+def directory(flag: str, given: str) -> str:
+    """A directory that exists, links followed. Raises ConfigError."""
     if given and not Path(given).is_dir():
-        raise ConfigError(f"--lora-dir {given}: there is no such directory")
+        raise ConfigError(f"{flag} {given}: there is no such directory")
     return str(Path(given).resolve()) if given else ""
 
 

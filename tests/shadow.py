@@ -130,10 +130,10 @@ class ShadowExecutor:
         return result
 
     def read_block(self, block: int) -> bytes:
-        return struct.pack(f"<{self.size}i", *self.device[block])
+        return struct.pack(f"<{self.size}i", *self.device[block]).ljust(self.geometry.bytes_per_block, b"\0")
 
     def write_block(self, block: int, data: bytes) -> None:
-        self.device[block] = list(struct.unpack(f"<{self.size}i", data))
+        self.device[block] = list(struct.unpack_from(f"<{self.size}i", data))
 
     def load_adapter(self, name: str, directory: str) -> None:
         """Its tokens are the base model's: the shadow computes nothing."""

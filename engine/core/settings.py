@@ -15,6 +15,7 @@ class CoreSettings:
     max_waiting: int = 0  # requests that may wait for a place; 0 = unlimited
     enable_prefix_caching: bool = True
     preemption: Literal["auto", "swap", "recompute"] = "auto"
+    kv_events: bool = False  # keep a log of what the prefix cache stores and removes
     kv_manager: Literal["paged", "virtual", "reserve"] = "paged"
     watermark: float = 0.01  # share of the pool that admission leaves free while something runs
     prefill_budget: int = 0  # prompt tokens a step while others decode; 0 = all that the step has left

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import msgspec
 import torch
 
 from engine.attention import AttentionBackend, AttentionBatch
@@ -18,9 +19,10 @@ from engine.errors import ConfigError
 from engine.model.decoder import Decoder, TorchDecoder, load_decoder
 from engine.model.lora import LoraAdapter, merged_weights
 from engine.model.spec import TRANSFORMERS, DecoderSpec
-from engine.sampling.reference import RowParams, sample, score
-from engine.worker.batch import Batch, Drawn, Draws, Float32, split_by_adapter
-from engine.worker.fingerprint import fingerprint
+from engine.model.weights import iter_weights
+from engine.sampling.reference import sample, score
+from engine.worker.batch import Batch, Drawn, Draws, Float32, row_params, split_by_adapter
+from engine.worker.fingerprint import fingerprint, identity
 from engine.worker.runner import Runner, StepThread
 from engine.worker.settings import ExecutorSettings, device_blocks
 from engine.worker.slots import Slots
@@ -163,8 +165,11 @@ class TorchExecutor:
         slots = Slots(settings, spec.vocab_size, device.num_blocks)
         alone = settings.deterministic or decoder.device.type == "cpu"
         compute = TorchCompute(decoder, attention, settings.block_size, decoder.device, one_by_one=alone)
-        self._running = _Running(compute, slots, storage, StepThread(Runner(compute, slots, storage).run))
-        return geometry_of(settings, spec, blocks, device.bytes_per_block, host, disk)
+        run = self._around(Runner(compute, slots, storage).run)
+        self._running = _Running(compute, slots, storage, StepThread(run))
+        geometry = geometry_of(settings, spec, blocks, device.bytes_per_block, host, disk)
+        backend = f"torch {torch.__version__} {decoder.device.type} {settings.attention}"
+        return msgspec.structs.replace(geometry, identity=identity(self._model, spec, settings, backend))
 
     def submit(self, plan: Plan) -> None:
         """See `Executor`."""
@@ -192,6 +197,14 @@ class TorchExecutor:
 
     def close(self) -> None:
         """See `Executor`."""
+    def read_block(self, block: int) -> bytes:
+        """See `BlockAccess`."""
+        return self._started().storage.read_block(block)
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """See `BlockAccess`."""
+        self._started().storage.write_block(block, data)
+
         if self._running is not None:
             self._running.thread.close()
             self._running.storage.close()

@@ -11,6 +11,7 @@ import signal
 import time
 
 from engine.api import Ready
+from engine.build import make_publisher
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.plan import Geometry, Plan
@@ -73,7 +74,7 @@ def build(config: EngineConfig) -> Engine:
     geometry = Geometry(
         num_blocks=config.kv.num_kv_blocks or 4096,
         block_size=config.kv.block_size,
-        host_blocks=64,
+        host_blocks=0 if config.kv.swap_space == "0" else 64,
         max_model_len=config.model.max_model_len or 4096,
         max_num_seqs=config.schedule.max_num_seqs,
         vocab_size=VOCAB,
@@ -82,6 +83,7 @@ def build(config: EngineConfig) -> Engine:
     settings = CoreSettings(
         max_num_seqs=config.schedule.max_num_seqs,
         max_num_batched_tokens=config.schedule.max_num_batched_tokens or 512,
+        kv_events=bool(config.kv.kv_events),
     )
     executor = HarmfulExecutor(geometry)
     core = EngineCore(executor, executor.start(), settings, frozenset({END}), None)
@@ -97,7 +99,7 @@ def build(config: EngineConfig) -> Engine:
         kv_dtype="none",
         backend="shadow",
     )
-    return Engine(core, ready)
+    return Engine(core, ready, make_publisher(config))
 
 
 def build_unstable(config: EngineConfig) -> Engine:
