@@ -12,6 +12,7 @@ import gc
 import importlib
 import logging
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -51,6 +52,7 @@ log = logging.getLogger("octavo.engine")
 
 LOG_FORMAT, LOG_TIME = "%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"
 HEARTBEAT_S = 1.0  # a busy loop says so at least this often, also when nothing came of its steps
+LOADING_S = 0.02  # how long an idle loop waits for a message before it looks whether an adapter has come
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of this process may hold the interpreter
 PR_SET_PDEATHSIG = 1
 
@@ -65,6 +67,8 @@ class Core(Source, Protocol):
     def stats(self) -> Stats: ...
     def inspect(self, what: str, request_id: str = "") -> Any: ...
     def control(self, command: str, argument: dict[str, str]) -> Any: ...
+    def begin_load(self, argument: dict[str, str]) -> Callable[[], None]: ...
+    def end_load(self, argument: dict[str, str], problem: Exception | None) -> dict[str, Any]: ...
     def take_kv_events(self) -> Sequence[Event]: ...
     def save(self) -> None: ...
     def close(self) -> None: ...
@@ -111,16 +115,18 @@ def build_or_tell(factory: str, config: EngineConfig, send: Callable[[FromEngine
 def run(engine: Engine, receive: Receive, send: Callable[[FromEngine], None]) -> None:
     """Serve until `Shutdown`: take messages, step while there is work, one StepOut a step."""
     core, publisher = engine.core, engine.publisher
+    loads = Loads(core, send)
     send(engine.ready)
     try:
         sent_at = 0.0
         while True:
-            messages = receive(0.0 if core.has_work() else None)
+            messages = receive(0.0 if core.has_work() else LOADING_S if loads.running else None)
             for message in messages:
                 if isinstance(message, Shutdown):
                     core.save()
                     return
-                handle(core, message, send)
+                handle(core, message, send, loads)
+            loads.finish()
             out = core.step() if core.has_work() else StepOut((), core.stats())
             if publisher is not None:
                 publisher.publish(core.take_kv_events())
@@ -134,7 +140,7 @@ def run(engine: Engine, receive: Receive, send: Callable[[FromEngine], None]) ->
         core.close()
 
 
-def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) -> None:
+def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None], loads: Loads) -> None:
     """Act on one message. A request that can't be taken ends alone; questions are answered with what went wrong."""
     try:
         match message:
@@ -144,19 +150,61 @@ def handle(core: Core, message: ToEngine, send: Callable[[FromEngine], None]) ->
                 core.abort(message.id, message.choice)
             case Inspect():
                 send(Snapshot(message.token, msgspec.json.encode(core.inspect(message.what, message.id))))
+            case Control(command="load_adapter"):
+                loads.begin(message)
             case Control(command="export_kv" | "import_kv"):
                 send(Snapshot(message.token, msgspec.json.encode(hand_over(core, message.command, message.argument))))
             case Control():
                 send(Snapshot(message.token, msgspec.json.encode(core.control(message.command, message.argument))))
     except Exception as error:  # whatever a message does, it does to itself
-        known = isinstance(error, OctavoError)
-        if not known:
-            log.exception("a message of kind %s failed", type(message).__name__)
-        text = str(error) if known else f"internal error ({type(error).__name__})"
-        if isinstance(message, (Inspect, Control)):
-            send(Snapshot(message.token, b"null", text, isinstance(error, InvalidRequest)))
-        elif isinstance(message, AddRequest):
-            send(StepOut(refusal(message, text), core.stats()))
+        answer_failed(core, message, error, send)
+
+
+def answer_failed(core: Core, message: ToEngine, error: Exception, send: Callable[[FromEngine], None]) -> None:
+    """Tell who sent a message that it failed."""
+    known = isinstance(error, OctavoError)
+    if not known:
+        log.error("a message of kind %s failed", type(message).__name__, exc_info=error)
+    text = str(error) if known else f"internal error ({type(error).__name__})"
+    if isinstance(message, (Inspect, Control)):
+        send(Snapshot(message.token, b"null", text, isinstance(error, InvalidRequest)))
+    elif isinstance(message, AddRequest):
+        send(StepOut(refusal(message, text), core.stats()))
+
+
+class Loads:
+    """Adapters on their way: their files are read on threads of their own, so that streams go on meanwhile."""
+
+    def __init__(self, core: Core, send: Callable[[FromEngine], None]) -> None:
+        self.running = 0
+        self._core = core
+        self._send = send
+        self._done: queue.SimpleQueue[tuple[Control, Exception | None]] = queue.SimpleQueue()
+
+    def begin(self, message: Control) -> None:
+        """Start to load what the message names. Raises InvalidRequest."""
+        load = self._core.begin_load(message.argument)
+
+        def run() -> None:
+            try:
+                load()
+                self._done.put((message, None))
+            except Exception as error:
+                self._done.put((message, error))
+
+        self.running += 1
+        threading.Thread(target=run, name="load-adapter", daemon=True).start()
+
+    def finish(self) -> None:
+        """Serve what has been loaded since the last call, and answer for it."""
+        while self.running and not self._done.empty():
+            message, problem = self._done.get()
+            self.running -= 1
+            try:
+                answer = self._core.end_load(message.argument, problem)
+                self._send(Snapshot(message.token, msgspec.json.encode(answer)))
+            except Exception as error:
+                answer_failed(self._core, message, error, self._send)
 
 
 def hand_over(core: Core, command: str, argument: dict[str, str]) -> dict[str, Any]:

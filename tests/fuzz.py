@@ -29,7 +29,7 @@ from engine.errors import ConfigError, InvalidRequest
 from engine.model.gguf import GGUFFile
 from engine.model.pull import pull
 from engine.model.safetensors_files import SafetensorsFiles
-from engine.process import handle
+from engine.process import Loads, handle
 from engine.text.chat import ChatTemplate
 from engine.text.grammar import verdict
 from engine.text.tokenizer import Tokenizer
@@ -277,7 +277,7 @@ def ipc_target() -> Target:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "dropped"
         if not isinstance(decoded, Shutdown):
-            handle(core, decoded, lambda _: None)
+            handle(core, decoded, lambda _: None, Loads(core, lambda _: None))
         for _ in range(20):
             if core.has_work():
                 core.step()

@@ -53,6 +53,7 @@ class EngineCore:
         self._ledger = self.scheduler.ledger
         self._flights: deque[Plan] = deque()
         self._adapters: set[str] = set()
+        self._loading: set[str] = set()  # names of adapters on their way
         self._steps = self._step_tokens = 0
         self._step_s = self._schedule_s = self._waited_s = self._sample_s = 0.0
         self._last_step = 0.0
@@ -60,7 +61,10 @@ class EngineCore:
     def add(self, request: AddRequest) -> None:
         """Queue a request. A refusal is a terminal delta a choice in the next `step`."""
         if request.adapter and request.adapter not in self._adapters:
-            self._ledger.refuse(request, "invalid", f"adapter {request.adapter!r} is not loaded")
+            if request.adapter in self._loading:
+                self._ledger.refuse(request, "overloaded", f"adapter {request.adapter!r} is being loaded")
+            else:
+                self._ledger.refuse(request, "invalid", f"adapter {request.adapter!r} is not loaded")
             return
         self.scheduler.add(request)
 
@@ -157,29 +161,59 @@ class EngineCore:
         match command:
             case "reset_prefix_cache":
                 pass
-            case "load_adapter" | "unload_adapter":
-                self._change_adapter(command, argument)
+            case "load_adapter":
+                load = self.begin_load(argument)
+                problem: Exception | None = None
+                try:
+                    load()
+                except ConfigError as error:
+                    problem = error
+                return self.end_load(argument, problem)
+            case "unload_adapter":
+                name = self._free_adapter(command, argument)
+                self._adapters.discard(name)
+                self._executor.unload_adapter(name)
             case _:
                 raise InvalidRequest(f"{command!r} is not a command of this engine")
-        self.kv.reset()
-        return {"blocks_free": self.kv.usage().free, "adapters": sorted(self._adapters)}
+        return self._forget_prefixes()
 
-    def _change_adapter(self, command: str, argument: dict[str, str]) -> None:
-        """Cached prefixes belong to an adapter's name, so the caller forgets them when what it names changes."""
-        name, path = argument.get("name", ""), argument.get("path", "")
-        if not name or (command == "load_adapter" and not path):
+    def begin_load(self, argument: dict[str, str]) -> Callable[[], None]:
+        """Check what `load_adapter` is given, and return what takes long: another thread may run it beside steps, and
+
+        `end_load` follows on this one. Until then no request may name the adapter. Raises InvalidRequest.
+        """
+        name, path = self._free_adapter("load_adapter", argument), argument.get("path", "")
+        if not path:
+            raise InvalidRequest("load_adapter needs a name and a path")
+        self._adapters.discard(name)
+        self._loading.add(name)
+        return lambda: self._executor.load_adapter(name, path)
+
+    def end_load(self, argument: dict[str, str], problem: Exception | None) -> dict[str, Any]:
+        """The adapter is served from now on, unless there was a problem. Raises InvalidRequest for one of its files."""
+        name = argument["name"]
+        self._loading.discard(name)
+        if problem is not None:
+            self._executor.unload_adapter(name)  # what it replaces is no longer known to be whole
+            raise InvalidRequest(str(problem)) if isinstance(problem, ConfigError) else problem
+        self._adapters.add(name)
+        return self._forget_prefixes()
+
+    def _free_adapter(self, command: str, argument: dict[str, str]) -> str:
+        """The name of an adapter that no request uses. Raises InvalidRequest."""
+        name = argument.get("name", "")
+        if not name:
             raise InvalidRequest(f"{command} needs a name{' and a path' if command == 'load_adapter' else ''}")
+        if name in self._loading:
+            raise InvalidRequest(f"adapter {name!r} is being loaded")
         if any(request.add.adapter == name for request in self._ledger.requests.values()):
             raise InvalidRequest(f"adapter {name!r} is in use; wait until its requests have ended")
-        if command == "unload_adapter":
-            self._adapters.discard(name)
-            self._executor.unload_adapter(name)
-            return
-        try:
-            self._executor.load_adapter(name, path)
-        except ConfigError as error:
-            raise InvalidRequest(str(error)) from error
-        self._adapters.add(name)
+        return name
+
+    def _forget_prefixes(self) -> dict[str, Any]:
+        """Cached prefixes belong to an adapter's name, so they go when what it names changes."""
+        self.kv.reset()
+        return {"blocks_free": self.kv.usage().free, "adapters": sorted(self._adapters)}
 
     def take_kv_events(self) -> Sequence[Event]:
         """What the prefix cache stored and removed since the last call; nothing unless `kv_events` is set."""

@@ -159,7 +159,10 @@ class Executor(Protocol):
         """Wait for the oldest submitted step. Raises RequestFailed when the step raised."""
 
     def load_adapter(self, name: str, directory: str) -> None:
-        """Serve a LoRA adapter under this name from the next plan on. Raises ConfigError."""
+        """Serve a LoRA adapter under this name from the next plan on. May run on any thread, beside steps; no slot
+
+        names it before it has returned. Raises ConfigError.
+        """
 
     def unload_adapter(self, name: str) -> None:
         """Forget it; no slot of a later plan may name it. Unknown names are ignored."""

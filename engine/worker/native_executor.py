@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine import native
+from engine import machine, native
 from engine.core.plan import Geometry, Plan, Result
 from engine.errors import ConfigError
 from engine.model.lora import LoraAdapter, MergingModel
@@ -30,6 +30,8 @@ from engine.worker.storage import KVStorage
 from engine.worker.tiers import geometry_of, open_tiers
 
 log = logging.getLogger(__name__)
+
+GIB = 1 << 30
 
 
 class NativeCompute:
@@ -228,9 +230,15 @@ class NativeExecutor:
         self._started().storage.write_block(block, data)
 
     def load_adapter(self, name: str, directory: str) -> None:
-        """See `Executor`. Takes the memory of another packed model."""
+        """See `Executor`. Takes the memory of another packed model, which must be free."""
         running, settings = self._started(), self._settings
         dtype = native_dtype(settings)
+        size, free = running.model.size_bytes, machine.available_memory()
+        if size > free:
+            raise ConfigError(
+                f"adapter {directory} takes another {size / GIB:.2f} GiB, the model with it merged in; "
+                f"{free / GIB:.2f} GiB are free: unload another adapter, or lower the KV memory"
+            )
         model = native.Model(running.kernels, self._spec, dtype)
         target = MergingModel(model, LoraAdapter(directory, self._spec))
         load_native(self._spec, self._path, target, quantization=settings.quantization, dtype=dtype)
