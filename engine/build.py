@@ -89,7 +89,8 @@ def load_engine(config: EngineConfig) -> Engine:
         return build_encoder(config, path)
     spec = load_spec(path, max_model_len=config.model.max_model_len)
     choice = choose(config, path, spec)
-    executor = make_executor(choice, path, spec)
+    ranks = config.parallel.tensor_parallel_size
+    executor = make_executor(choice, path, spec, ranks)
     geometry = executor.start()
     geometry = msgspec.structs.replace(geometry, max_model_len=context_length(config, spec, geometry))
     tokenizer = Tokenizer.load(path)
@@ -165,6 +166,11 @@ def plan_kv(
         "draft": draft,
     }
     weights = weight_bytes(spec, path, dtype=dtype, quantization=kept)  # type: ignore[arg-type]
+    if (ranks := config.parallel.tensor_parallel_size) > 1:  # all sizes are a rank's
+        from engine.model.sharded import shard_spec, whole_bytes
+
+        whole = whole_bytes(spec, int(ELEMENT_BYTES[dtype]))
+        spec, weights = shard_spec(spec, ranks), whole + (weights - whole) // ranks
     token = int(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * element)
     if kv.num_kv_blocks or kv.kv_memory != "auto":
         try:
@@ -228,6 +234,7 @@ def core_settings(config: EngineConfig, executor: ExecutorSettings) -> CoreSetti
         "enable_prefix_caching": config.kv.enable_prefix_caching,
         "preemption": config.kv.preemption,
         "kv_manager": config.kv.kv_manager,
+        "kv_events": bool(config.kv.kv_events),
         "stall_s": config.schedule.target_itl / 1000,
         "num_drafts": config.schedule.num_drafts,
     }
@@ -237,7 +244,6 @@ def core_settings(config: EngineConfig, executor: ExecutorSettings) -> CoreSetti
 def pick_device(wanted: str) -> str:
     """ "auto" is the first GPU that torch can use, else the CPU."""
     if wanted != "auto":
-        "kv_events": bool(config.kv.kv_events),
         return wanted
     if machine.accelerators():
         import torch
@@ -250,6 +256,10 @@ def pick_device(wanted: str) -> str:
 def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[str, str]:
     """("native" or "reference", why). Raises ConfigError when what was asked for can't be had."""
     wanted, isa = config.parallel.attention_backend, config.parallel.isa
+    if (ranks := config.parallel.tensor_parallel_size) > 1 and device == "cpu":
+        if wanted == "native":
+            raise ConfigError("--attention-backend native uses all cores in one process: leave --tensor-parallel-size")
+        return "reference", f"--tensor-parallel-size {ranks}: {ranks} ranks in torch"
     if wanted == "reference":
         return "reference", "--attention-backend reference"
     if device != "cpu":
@@ -302,8 +312,12 @@ def load_kernels(config: EngineConfig) -> Kernels:
     return native.load(isa, config.parallel.threads or machine.cores())
 
 
-def make_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
+def make_executor(choice: Choice, path: Path, spec: DecoderSpec, ranks: int = 1) -> Executor:
     """The executor of a choice, not started yet."""
+    if ranks > 1:
+        from engine.worker.tensor_parallel import TensorParallelExecutor
+
+        return TensorParallelExecutor(path, spec, choice.settings, ranks)
     if choice.backend == "native":
         from engine.worker.native_executor import NativeExecutor
 
@@ -327,9 +341,9 @@ def make_proposer(config: EngineConfig, choice: Choice, vocab_size: int) -> Prop
 
 
 def free_memory(config: EngineConfig, device: str) -> int:
-    """Bytes that are free on the device, of which each replica on a CPU has its share."""
+    """Bytes that are free on the device; on a CPU, the share of a replica and rank of it."""
     if device == "cpu":
-        return machine.available_memory() // config.parallel.replicas
+        return machine.available_memory() // (config.parallel.replicas * config.parallel.tensor_parallel_size)
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])

@@ -122,10 +122,11 @@ class ParallelConfig:
 
     device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", form="device", metavar="DEVICE")
     threads: int = option(0, "CPU threads; 0 = one a core", low=0, high=1024, common=True)
+    tensor_parallel_size: int = option(1, "ranks that share every layer, a GPU each", low=1, high=64, metavar="N")
+    replicas: int = option(1, "engine processes, each with its part of the cores or a GPU", low=1, high=64, common=True)
     isa: str = option(
         "auto", "CPU instruction set", choices=("auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "neon")
     )
-    replicas: int = option(1, "engine processes, each with its part of the cores or a GPU", low=1, high=64, common=True)
     attention_backend: str = option(
         "auto",
         "native = C++ kernels, reference = torch (slow), cuda and rocm = GPU kernels",
@@ -159,6 +160,7 @@ class ServerConfig:
     tool_parser: str = option("", "parser of tool calls (default: chosen by the template)", metavar="NAME")
     reasoning_parser: str = option("", "parser of reasoning (default: chosen by the template)", metavar="NAME")
     data_dir: str = option("", "directory of the files and batches routes", metavar="DIR")
+    kv_transfer_dir: str = option("", "directory that cached prefixes may be exported to over HTTP", metavar="DIR")
     lora_dir: str = option("", "directory whose LoRA adapters may be loaded over HTTP", metavar="DIR")
     metrics_vllm_aliases: bool = option(False, "every metric a second time under vLLM's name")
     log_level: str = option("info", "", choices=("debug", "info", "warning", "error"))
@@ -168,7 +170,6 @@ class ServerConfig:
         choices=("auto", "none"),
     )
     log_prompts: bool = option(False, "write prompts to the log")
-    kv_transfer_dir: str = option("", "directory that cached prefixes may be exported to over HTTP", metavar="DIR")
     shutdown_timeout: float = option(30.0, "time that running requests get after SIGTERM", low=0, common=True)
     watchdog_timeout: float = option(60.0, "an engine without a step for so long is restarted; 0 = never", low=0)
     max_restarts: int = option(5, "restarts in a row that get nowhere before the server exits", low=0)
@@ -403,6 +404,10 @@ def is_private(endpoint: str) -> bool:
     return not endpoint.startswith("tcp://") or is_loopback(host)
 
 
+def is_loopback(host: str) -> bool:
+    """Does only this machine reach `host`?"""
+    if host == "localhost":
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import msgspec
+import numpy as np
 import torch
 
 from engine.attention import AttentionBackend, AttentionBatch
@@ -18,6 +19,7 @@ from engine.core.plan import Geometry, Plan, Result
 from engine.errors import ConfigError
 from engine.model.decoder import Decoder, TorchDecoder, load_decoder
 from engine.model.lora import LoraAdapter, merged_weights
+from engine.model.sharded import ShardedDecoder, Sharding
 from engine.model.spec import TRANSFORMERS, DecoderSpec
 from engine.model.weights import iter_weights
 from engine.sampling.reference import sample, score
@@ -116,7 +118,7 @@ class TorchCompute:
         for i in range(n):
             logits = self._logits[i]
             forced = -1 if draws.forced is None else int(draws.forced[i])
-            token = forced if forced >= 0 else sample(logits, _row_params(draws, slots, i))
+            token = forced if forced >= 0 else sample(logits, row_params(draws, slots, i))
             drawn.token[i] = token
             k = int(draws.n_top[i])
             if k >= 0:
@@ -129,17 +131,27 @@ class TorchCompute:
 class TorchExecutor:
     """Executes plans in torch. See `engine.core.plan.Executor`."""
 
-    def __init__(self, model_dir: str | Path, spec: DecoderSpec, settings: ExecutorSettings) -> None:
+    def __init__(
+        self,
+        model_dir: str | Path,
+        spec: DecoderSpec,
+        settings: ExecutorSettings,
+        sharding: Sharding | None = None,
+        around: Callable[[Callable[[Plan], Result]], Callable[[Plan], Result]] = lambda run: run,
+    ) -> None:
+        """`sharding`: this is a rank of several. `around` wraps what runs a step."""
         self._model = Path(model_dir)
         self._spec = spec
+        self._sharding = sharding
+        self._around = around
         self._settings = settings
         self._running: _Running | None = None
 
     def start(self) -> Geometry:
         """Load the model and make the storage. Raises ConfigError."""
-        spec, settings = self._spec, self._settings
-        device = _device(settings.device)
-        decoder = load_decoder(spec, self._model, STORAGE_DTYPES[settings.dtype], device)
+        settings, device = self._settings, torch_device(self._settings.device)
+        decoder = self._load(STORAGE_DTYPES[settings.dtype], device)
+        spec = decoder.spec
         blocks = device_blocks(settings, block_bytes(spec, settings.block_size, settings.kv_dtype))
         if settings.kv_manager == "virtual":
             pages = -(-settings.max_model_len // settings.block_size)
@@ -149,16 +161,22 @@ class TorchExecutor:
             spec.num_layers, blocks, settings.block_size, spec.num_kv_heads, spec.head_size, settings.kv_dtype, device
         )
         attention: AttentionBackend = ReferenceAttention(spec, cache)
-        if settings.attention != "reference":
-            from engine.attention.gpu import GpuAttention, load_kernels
+        if settings.attention == "flashinfer":
+            from engine.attention.flashinfer_attention import FlashInferAttention
 
-            attention = GpuAttention(spec, cache, load_kernels(device))
+            attention = FlashInferAttention(spec, cache)
         return self._assemble(decoder, attention, TorchBlocks(cache), blocks)
+
+    def _load(self, dtype: torch.dtype, device: torch.device) -> TorchDecoder:
+        if self._sharding is None:
+            return load_decoder(self._spec, self._model, dtype, device)
+        weights = iter_weights(self._spec, self._model)
+        return ShardedDecoder(self._spec, weights, dtype, device, self._sharding)
 
     def _assemble(
         self, decoder: TorchDecoder, attention: AttentionBackend, device: TorchBlocks, blocks: int
     ) -> Geometry:
-        spec, settings = self._spec, self._settings
+        spec, settings = decoder.spec, self._settings
         mark = fingerprint(self._model, spec, "torch", settings.dtype, settings.kv_dtype, settings.block_size)
         host, disk = open_tiers(settings, device.bytes_per_block, mark)
         storage = KVStorage(device, host, disk)
@@ -179,6 +197,14 @@ class TorchExecutor:
         """See `Executor`."""
         return self._started().thread.collect()
 
+    def read_block(self, block: int) -> bytes:
+        """See `BlockAccess`."""
+        return self._started().storage.read_block(block)
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """See `BlockAccess`."""
+        self._started().storage.write_block(block, data)
+
     def load_adapter(self, name: str, directory: str) -> None:
         """See `Executor`. Takes the memory of another model."""
         running, spec = self._started(), self._spec
@@ -186,7 +212,11 @@ class TorchExecutor:
             raise ConfigError("adapters are served on native decoders only, not on models that transformers computes")
         weights = merged_weights(spec, self._model, LoraAdapter(directory, spec))
         base = running.compute.decoder
-        running.compute.adapters[name] = Decoder(spec, weights, base.dtype, base.device)
+        running.compute.adapters[name] = (
+            Decoder(spec, weights, base.dtype, base.device)
+            if self._sharding is None
+            else ShardedDecoder(spec, weights, base.dtype, base.device, self._sharding)
+        )
         running.slots.adapters.add(name)
 
     def unload_adapter(self, name: str) -> None:
@@ -197,14 +227,6 @@ class TorchExecutor:
 
     def close(self) -> None:
         """See `Executor`."""
-    def read_block(self, block: int) -> bytes:
-        """See `BlockAccess`."""
-        return self._started().storage.read_block(block)
-
-    def write_block(self, block: int, data: bytes) -> None:
-        """See `BlockAccess`."""
-        self._started().storage.write_block(block, data)
-
         if self._running is not None:
             self._running.thread.close()
             self._running.storage.close()
@@ -224,29 +246,11 @@ class _Running:
     thread: StepThread
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError when torch can't use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"torch can't use the device {name!r}: {str(error).splitlines()[0]}") from error
     return device
-
-
-def _row_params(draws: Draws, slots: Slots, i: int) -> RowParams:
-    slot = int(draws.slot[i])
-    return RowParams(
-        temperature=float(slots.temperature[slot]),
-        top_p=float(slots.top_p[slot]),
-        top_k=int(slots.top_k[slot]),
-        min_p=float(slots.min_p[slot]),
-        repetition=float(slots.repetition[slot]),
-        presence=float(slots.presence[slot]),
-        frequency=float(slots.frequency[slot]),
-        seed=int(slots.seed[slot]),
-        choice=int(slots.choice[slot]),
-        position=int(draws.position[i]),
-        seen=draws.seen[i] if draws.seen is not None else None,
-        bias=draws.bias[i] if draws.bias is not None else None,
-        mask=draws.masks[i] if draws.masks is not None else None,
-    )
