@@ -53,7 +53,8 @@ int64_t octg_emulated_loads(void) { return emu::loads; }
 int64_t octg_workspace(const octg_attention* a) {
   if (a->max_len <= OCTG_PART || a->max_q * (a->heads / a->kv_heads) > 16) return 0;
   const int64_t parts = (a->max_len + OCTG_PART - 1) / OCTG_PART;
-  return int64_t(a->rows) * a->heads * parts * (a->head_size + 2);
+  const int64_t floats = int64_t(a->rows) * a->heads * parts * (a->head_size + 2);
+  return floats <= OCTG_MOST_WORKSPACE ? floats : 0;
 }
 
 int octg_paged_attention(const octg_attention* a, void* stream) {

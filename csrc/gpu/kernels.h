@@ -16,7 +16,7 @@ extern "C" {
 
 enum octg_dtype { OCTG_F32 = 0, OCTG_BF16 = 1, OCTG_F16 = 2, OCTG_I8 = 3, OCTG_F8E4M3 = 4, OCTG_F8E5M2 = 5 };
 enum octg_path { OCTG_AUTO = 0, OCTG_PLAIN = 1, OCTG_TENSOR = 2 };  // OCTG_TENSOR: 16-bit KV, head 64, 96, 128, 256
-enum { OCTG_ABI = 1, OCTG_PART = 256 };
+enum { OCTG_ABI = 1, OCTG_PART = 256, OCTG_MOST_WORKSPACE = 1 << 26 /* floats; what needs more isn't split */ };
 
 const char* octg_platform(void);  // "cuda", "hip" or "emulator"
 int octg_abi(void);               // OCTG_ABI of the build

@@ -10,9 +10,9 @@ from engine.attention import AttentionBatch
 from engine.attention.cache import KVCache
 from engine.attention.encoding import STORAGE_DTYPES
 from engine.attention.gpu_kernels import GpuKernels, Pages, problem_with
-from engine.attention.sequences import Sequences, sequences_of
+from engine.attention.sequences import PlacedStep, sequences_of
 from engine.errors import ConfigError
-from engine.model.spec import DecoderSpec
+from engine.model.spec import DecoderSpec, RopeSpec
 
 
 class GpuAttention:
@@ -21,7 +21,8 @@ class GpuAttention:
     Which of a step's sequences are beside each other, and where prompts are cut, changes no bit of a row.
     """
 
-    def __init__(self, spec: DecoderSpec, cache: KVCache, kernels: GpuKernels) -> None:
+    def __init__(self, spec: DecoderSpec, cache: KVCache, kernels: GpuKernels, *, rotate: int = 0) -> None:
+        """rotate: queries and keys come as they were projected and are turned here; positions that may come, or 0."""
         storage = cache.layers[0]
         if problem := problem_with(cache.block_size, spec.head_size, storage.dtype):
             raise ConfigError(f"the GPU kernels can't serve this cache: {problem}")
@@ -29,24 +30,48 @@ class GpuAttention:
         self._kernels = kernels
         self._pages = [_pages(cache, layer) for layer in range(spec.num_layers)]
         self._device = storage.device
-        self._slot_mapping = torch.empty(0)
-        self._sequences: Sequences | None = None
+        self._turns = [_turns(rope, rotate, self._device) for rope in spec.rope] if rotate else []
+        self._step: PlacedStep | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
-        self._slot_mapping = batch.slot_mapping
-        self._sequences = sequences_of(batch, self._device)
+        rows = [
+            torch.arange(p, p + b - a)
+            for p, a, b in zip(batch.pos_start, batch.q_start, batch.q_start[1:], strict=False)
+        ]
+        positions = torch.cat(rows).int().to(self._device)
+        self.place(PlacedStep(sequences_of(batch, self._device), batch.slot_mapping, positions))
+
+    def place(self, step: PlacedStep) -> None:
+        """See `PlacedAttention`."""
+        self._step = step
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         """See `AttentionBackend`."""
-        spec = self._spec
-        assert self._sequences is not None, "plan() comes first"
-        self._kernels.write(k.contiguous(), v.contiguous(), self._pages[layer], self._slot_mapping)
+        spec, step = self._spec, self._step
+        assert step is not None, "plan() or place() comes first"
+        q = q.contiguous()
+        if k.stride() != v.stride() or k.stride(1) != spec.head_size:  # parts of one product share their strides
+            k, v = k.contiguous(), v.contiguous()
+        turn = spec.layers[layer].rope if spec.layers else 0
+        if self._turns and turn >= 0:
+            self._kernels.write(
+                k, v, self._pages[layer], step.slot_mapping, q=q, positions=step.positions,
+                cos_sin=self._turns[turn], interleaved=spec.rope_interleaved,
+            )  # fmt: skip
+        else:
+            self._kernels.write(k, v, self._pages[layer], step.slot_mapping)
         window = spec.layers[layer].window if spec.layers else 0
         self._kernels.attention(
-            out, q.contiguous(), self._pages[layer], self._sequences, spec.attn_scale, window=window,
-            softcap=spec.attn_softcap,
-        )  # fmt: skip
+            out, q, self._pages[layer], step.sequences, spec.attn_scale, window=window, softcap=spec.attn_softcap
+        )
+
+
+def _turns(rope: RopeSpec, positions: int, device: torch.device) -> torch.Tensor:
+    """Cosines, then sines, of every position: [positions, rotary_dim] float32."""
+    frequencies = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
+    angles = torch.arange(positions, device=device).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.scale
 
 
 def _pages(cache: KVCache, layer: int) -> Pages:

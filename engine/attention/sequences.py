@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from engine.attention import AttentionBatch
+from engine.attention import AttentionBackend, AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,22 @@ class Sequences:
     seq_lens: torch.Tensor  # [seqs], the rows of this step included
     max_q: int
     max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """A step's rows in tensors on the device, which may be larger than what is in them."""
+
+    sequences: Sequences
+    slot_mapping: torch.Tensor  # int64 [rows], negative = padding
+    positions: torch.Tensor  # int32 [rows]
+
+
+class PlacedAttention(AttentionBackend, Protocol):
+    """A backend that can be told of a step in tensors alone: no host work, so that a graph can hold it."""
+
+    def place(self, step: PlacedStep) -> None:
+        """Instead of `plan`."""
 
 
 def sequences_of(batch: AttentionBatch, device: torch.device) -> Sequences:

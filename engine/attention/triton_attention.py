@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from engine.attention import AttentionBatch
-from engine.attention import triton_kernels as kernels
 from engine.attention.cache import KVCache
-from engine.attention.encoding import byte_view
-from engine.attention.sequences import Sequences, sequences_of
+from engine.attention.encoding import STORAGE_DTYPES, byte_view
+from engine.attention.sequences import PlacedStep, sequences_of
 from engine.model.spec import DecoderSpec
 
 WORKSPACE_FLOATS = 1 << 24  # 64 MiB of parts; more are not split
-KINDS = {torch.int8: kernels.INT8, torch.float8_e4m3fn: kernels.E4M3, torch.float8_e5m2: kernels.E5M2}
+KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}  # else 0; see triton_kernels.py
+INT8 = 1
 
 
 class TritonAttention:
     """Writes and reads one cache in its canonical order."""
 
     def __init__(self, spec: DecoderSpec, cache: KVCache) -> None:
+        from engine.attention import triton_kernels
+
+        self._kernels = triton_kernels
         self._spec = spec
         self._cache = cache
         self._device = cache.layers[0].device
-        self._kind = KINDS.get(cache.layers[0].dtype, kernels.PLAIN)
+        self._kind = KINDS.get(cache.layers[0].dtype, 0)
         self._wide = max(16, 1 << (spec.head_size - 1).bit_length())
         self._scale = torch.tensor([cache.fp8_scale], dtype=torch.float32, device=self._device)
         # The interpreter runs on the CPU, and can't multiply bfloat16.
         self._interpreted = self._device.type == "cpu"
-        self._slot_mapping = torch.empty(0)
-        self._sequences: Sequences | None = None
+        self._step: PlacedStep | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
-        self._slot_mapping = batch.slot_mapping
-        self._sequences = sequences_of(batch, self._device)
+        self.place(PlacedStep(sequences_of(batch, self._device), batch.slot_mapping, torch.empty(0)))
+
+    def place(self, step: PlacedStep) -> None:
+        """See `PlacedAttention`. Rows come rotated."""
+        self._step = step
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         """See `AttentionBackend`."""
-        spec, seqs = self._spec, self._sequences
-        assert seqs is not None, "plan() comes first"
-        keys, values = byte_view(self._cache.layers[layer]) if self._kind > kernels.INT8 else self._cache.layers[layer]
+        spec, step, kernels = self._spec, self._step, self._kernels
+        assert step is not None, "plan() or place() comes first"
+        seqs = step.sequences
+        keys, values = byte_view(self._cache.layers[layer]) if self._kind > INT8 else self._cache.layers[layer]
         scales = self._cache.scales[layer] if self._cache.scales else (self._scale, self._scale)
         shape = {"KV_HEADS": spec.num_kv_heads, "HEAD": spec.head_size, "WIDE": self._wide, "KIND": self._kind}
         kernels.cache_write[(k.shape[0], spec.num_kv_heads)](
-            k.contiguous(), v.contiguous(), keys, values, *scales, self._slot_mapping, **shape
+            k.contiguous(), v.contiguous(), keys, values, *scales, step.slot_mapping, **shape, enable_fp_fusion=False
         )
         rows, group = q.shape[0], spec.num_heads // spec.num_kv_heads
         window = spec.layers[layer].window if spec.layers else 0
@@ -58,19 +66,18 @@ class TritonAttention:
             out, q.contiguous(), keys, values, *scales, seqs.tables, seqs.q_start, seqs.seq_lens, sums, states, parts,
             seqs.tables.shape[1], spec.attn_scale, spec.attn_softcap, window, HEADS=spec.num_heads,
             BLOCK=self._cache.block_size, SOFTCAP=spec.attn_softcap > 0, WINDOW=window > 0, SPLIT=split, EXACT="ieee",
-            WIDE_DOT=self._interpreted, **shape,
+            WIDE_DOT=self._interpreted, **shape, enable_fp_fusion=False,
         )  # fmt: skip
         if split:
             kernels.merge_parts[(seqs.max_q * spec.num_heads, count)](
                 out, seqs.q_start, seqs.seq_lens, sums, states, parts, window,
                 HEADS=spec.num_heads, HEAD=spec.head_size, WIDE=self._wide, WINDOW=window > 0,
+                enable_fp_fusion=False,
             )  # fmt: skip
 
 
-def problem() -> str:
+def problem(kv_dtype: str, dtype: str) -> str:
     """Why Triton can't be used; "" when it can."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "the package triton is not installed"
-    return ""
+    if kv_dtype != dtype and STORAGE_DTYPES[kv_dtype].itemsize > 1:
+        return f"{kv_dtype} keys and values beside {dtype} activations"
+    return "" if importlib.util.find_spec("triton") else "the package triton is not installed"

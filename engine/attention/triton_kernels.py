@@ -195,9 +195,9 @@ def attention(
     rows = tl.load(q + query[:, None] * HEAD + d[None, :], mask=mask, other=0.0)
     if WIDE_DOT:
         rows = rows.to(tl.float32)
-    if KIND == _E4M3 or KIND == _E5M2:
+    if KIND >= _E4M3:
         scale = scale * tl.load(k_scale)
-    v_factor = tl.load(v_scale) if KIND == _E4M3 or KIND == _E5M2 else 1.0
+    v_factor = tl.load(v_scale) if KIND >= _E4M3 else 1.0
     table = tables + seq.to(tl.int64) * max_blocks
 
     first_part, end_part = low // _PART, (high + _PART - 1) // _PART
@@ -253,4 +253,6 @@ def merge_parts(
             top, total, mixed, tl.load(states + 2 * at), tl.load(states + 2 * at + 1), part_mixed
         )
     result = mixed / total[:, None]
-    tl.store(out + (query + one)[:, None] * HEAD + d[None, :], result.to(out.dtype.element_ty), mask=(d < HEAD)[None, :])
+    tl.store(
+        out + (query + one)[:, None] * HEAD + d[None, :], result.to(out.dtype.element_ty), mask=(d < HEAD)[None, :]
+    )

@@ -1,28 +1,27 @@
-"""What `octavo bench gpu` measures: kernels built, held against float64, timed against the measured copy bandwidth.
+"""What `octavo bench gpu` measures, in stages: each has its own share of the time, and one that can't run says why.
 
-A stage that can't run says why; the others go on. Everything ends before `deadline_s`.
+On the CPU everything but the shapes is the same: kernels in the emulator, a device that runs at once. That run is to
+see that nothing fails by a slip; its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.attention.encoding import STORAGE_DTYPES
+from csrc import build_gpu
 from engine.attention.gpu import load_kernels
-from engine.attention.gpu_kernels import PLAIN, TENSOR, GpuKernels, Pages
-from engine.attention.paged import read_from_paged_cache, split_kv_cache
-from engine.attention.reference import attend, causal_mask
-from engine.attention.sequences import Sequences
+from engine.attention.gpu_kernels import GpuKernels
+from engine.bench import gpu_attention, gpu_steps
+from engine.bench.gpu_model import LLAMA_8B, TINY, spec_of
 from engine.errors import OctavoError
+from engine.worker.device import CudaDevice, Device, HostDevice
+from engine.worker.gpu_compute import ROW_TILE
 
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 16  # a layer of an 8B model
-CELLS = [(1, 1024), (1, 32768), (16, 4096), (64, 4096), (256, 1024), (256, 4096)]
-COPY_BYTES = 2 << 30
 PROMPTS = ["The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time"]
 
 
@@ -32,127 +31,147 @@ class Stage:
 
     name: str
     ok: bool
+    seconds: float
     found: Any
 
 
-def run(model: str, deadline_s: float) -> list[Stage]:
-    """All stages in order."""
-    began, stages = time.monotonic(), []
-    kernels: GpuKernels | None = None
+@dataclass
+class Bench:
+    """One run. `rate`: bytes a second of a copy, measured before what is compared with it."""
 
-    def stage(name: str, work: Callable[[], Any]) -> Any:
-        if time.monotonic() - began > deadline_s:
-            stages.append(Stage(name, False, "no time left"))
-            return None
-        try:
-            found = work()
-        except (OctavoError, RuntimeError, AssertionError) as error:
-            stages.append(Stage(name, False, str(error).splitlines()[0]))
-            return None
-        stages.append(Stage(name, True, found))
+    model: str
+    dry: bool  # on the CPU
+    kernels: GpuKernels | None = None
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.device: Device = HostDevice() if self.dry else CudaDevice(torch.device("cuda:0"))
+        self.where = self.device.torch_device
+
+    def stages(self) -> list[tuple[str, float, Callable[[], Any]]]:
+        """Name, seconds that must be left to begin it, and work; in order of what one wants to know first."""
+        return [
+            ("device", 0, self.describe),
+            ("build", 60, self.build),
+            (
+                "correctness",
+                20,
+                lambda: gpu_attention.correctness(self._kernels(), self.where, 64 if self.dry else 1024),
+            ),
+            ("bandwidth", 10, self.bandwidth),
+            ("decode attention", 40, lambda: list(self.attention())),
+            ("bits of a row", 5, lambda: gpu_attention.row_bits(self.where, ROW_TILE, 64 if self.dry else 4096)),
+            ("8B, batch-invariant", 90, lambda: self.end_to_end(deterministic=True)),
+            ("8B, free", 60, lambda: self.end_to_end(deterministic=False)),
+            ("8B, static batch", 40, self.static),
+            ("Triton", 30, self.triton),
+            ("greedy tokens", 60, self.greedy),
+            ("transformers", 60, self.transformers),
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"torch": torch.__version__, "compiler": build_gpu.find_compiler() or "none"}
+        if not self.dry:
+            p = torch.cuda.get_device_properties(self.where)
+            found |= {"name": p.name, "memory": p.total_memory, "processors": p.multi_processor_count}
         return found
 
-    if not torch.cuda.is_available():
-        names = ("device", "build", "correctness", "bandwidth", "decode attention", "greedy tokens")
-        return [Stage(name, False, "torch sees no GPU on this machine") for name in names]
-    device = torch.device("cuda:0")
-    stage("device", lambda: torch.cuda.get_device_name(device))
+    def build(self) -> str:
+        self.kernels = GpuKernels(build_gpu.build(build_gpu.emulator())) if self.dry else load_kernels(self.where)
+        return self.kernels.platform
 
-    def built() -> str:
-        nonlocal kernels
-        kernels = load_kernels(device)
-        return kernels.platform
+    def bandwidth(self) -> dict[str, float]:
+        self.rate = gpu_attention.copy_rate(self.where, 1 << 24 if self.dry else gpu_attention.COPY_BYTES)
+        return {"bytes_s": self.rate}
 
-    stage("build", built)
-    if kernels is not None:
-        native = kernels
-        stage("correctness", lambda: correctness(native, device))
-        rate = stage("bandwidth", lambda: copy_rate(device))
-        if rate:
-            stage("decode attention", lambda: [decode_cell(native, device, b, n, rate) for b, n in CELLS])
-    stage("greedy tokens", lambda: greedy_tokens(model))
-    return stages
+    def attention(self) -> Iterator[dict[str, Any]]:
+        cells = [(2, 64)] if self.dry else gpu_attention.CELLS
+        return gpu_attention.decode_cells(self._kernels(), self.where, self._rate(), cells)
 
+    def end_to_end(self, *, deterministic: bool) -> list[dict[str, Any]]:
+        spec = spec_of(TINY, 64) if self.dry else spec_of(LLAMA_8B, 8192)
+        cells = [(2, 20)] if self.dry else [(1, 1024), (16, 1024), (64, 1024), (16, 4096)]
+        context, steps = (64, 3) if self.dry else (4096 + 128, 64)
+        seqs = max(batch for batch, _ in cells)
+        served = gpu_steps.Served(
+            spec, self.device, self._kernels(), seqs=seqs, context=context, dtype="bfloat16",
+            deterministic=deterministic,
+        )  # fmt: skip
+        try:
+            return [gpu_steps.decode_cell(served, b, n, steps, self._rate(), torch.bfloat16) for b, n in cells]
+        finally:
+            served.close()
 
-def _layer(
-    batch: int, tokens: int, kv_dtype: str, device: torch.device, dtype: torch.dtype
-) -> tuple[Pages, Sequences, torch.Tensor]:
-    """A filled cache of random values with scattered blocks, and one query row for each sequence."""
-    blocks = tokens // BLOCK
-    stored = STORAGE_DTYPES[kv_dtype]
-    storage = torch.randn(2, batch * blocks, BLOCK, KV_HEADS, HEAD_SIZE, device=device, dtype=dtype).to(stored)
-    scale = torch.ones(1, device=device) if stored.itemsize == 1 else None
-    pages = Pages(*split_kv_cache(storage, KV_HEADS, HEAD_SIZE), scale, scale)
-    tables = torch.randperm(batch * blocks, device=device).int().view(batch, blocks)
-    lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    seqs = Sequences(tables, torch.arange(batch + 1, dtype=torch.int32, device=device), lens, 1, tokens)
-    return pages, seqs, torch.randn(batch, HEADS, HEAD_SIZE, device=device, dtype=dtype)
+    def static(self) -> dict[str, float]:
+        spec = spec_of(TINY, 64) if self.dry else spec_of(LLAMA_8B, 8192)
+        batch, tokens, steps = (2, 20, 3) if self.dry else (16, 1024, 64)
+        return {"tokens_s": gpu_steps.static_batch(spec, self.where, torch.bfloat16, batch, tokens, steps)}
 
+    def triton(self) -> Any:
+        if self.dry:
+            return "compiles for a GPU only"
+        return gpu_attention.triton_correctness(self.where)
 
-def correctness(kernels: GpuKernels, device: torch.device) -> dict[str, float]:
-    """Largest differences from float64 by path and KV dtype. Raises AssertionError above what rounding explains."""
-    worst: dict[str, float] = {}
-    for name, path, kv_dtype in (
-        ("tensor cores", TENSOR, "bfloat16"),
-        ("plain", PLAIN, "bfloat16"),
-        ("fp8", PLAIN, "fp8_e4m3"),
-    ):
-        pages, seqs, q = _layer(3, 1024, kv_dtype, device, torch.bfloat16)
-        out = torch.empty_like(q)
-        kernels.attention(out, q, pages, seqs, HEAD_SIZE**-0.5, path=path)
-        one = torch.ones((), device=device)
-        for i in range(3):
-            at = torch.arange(1024, device=device)
-            slots = seqs.tables[i].long()[at // BLOCK] * BLOCK + at % BLOCK
-            k, v = read_from_paged_cache(pages.key, pages.value, slots, one, one)
-            mask = causal_mask(1, 1023, 0, device)
-            expected = attend(q[i : i + 1], k, v, mask, HEAD_SIZE**-0.5, 0.0)
-            error = float((out[i : i + 1].float() - expected).abs().max())
-            worst[name] = max(worst.get(name, 0.0), error)
-        assert worst[name] < 2e-2, f"{name}: off by {worst[name]}"
-    return worst
+    def greedy(self) -> dict[str, Any]:
+        """How many greedy answers the device and the CPU backend agree on."""
+        answers = [self._generate(device)[0] for device in (("cpu",) if self.dry else ("cuda", "cpu"))]
+        same = [a == b for a, b in zip(answers[0], answers[-1], strict=True)]
+        return {"prompts": len(same), "same": sum(same), "answers": answers}
 
+    def transformers(self) -> dict[str, float]:
+        """Tokens a second of the default model, ours and by `transformers`, with the same prompts."""
+        from engine.bench.gpu_transformers import tokens_per_second
 
-def _seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of `work` on the device."""
-    times = []
-    for _ in range(repeats + 3):
-        first, last = torch.Event(device="cuda", enable_timing=True), torch.Event(device="cuda", enable_timing=True)
-        first.record()
-        work()
-        last.record()
-        last.synchronize()
-        times.append(float(first.elapsed_time(last)) / 1e3)
-    return sorted(times[3:])[repeats // 2]
+        new = 4 if self.dry else 64
+        _, ours = self._generate("cpu" if self.dry else "cuda", new)
+        theirs = tokens_per_second(self.model, PROMPTS, new, str(self.where))
+        return {"tokens_s": ours, "transformers_tokens_s": theirs}
 
+    def _generate(self, device: str, new_tokens: int = 64) -> tuple[list[str], float]:
+        from engine.api import SamplingParams
+        from engine.config import EngineConfig, ModelConfig, ParallelConfig
+        from engine.llm import LLM
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy."""
-    src = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    dst = torch.empty_like(src)
-    return 2 * COPY_BYTES / _seconds(lambda: dst.copy_(src))
-
-
-def decode_cell(kernels: GpuKernels, device: torch.device, batch: int, tokens: int, rate: float) -> dict[str, float]:
-    """One layer's decode attention: microseconds, bytes per second of keys and values, share of the copy rate."""
-    pages, seqs, q = _layer(batch, tokens, "bfloat16", device, torch.bfloat16)
-    out = torch.empty_like(q)
-    seconds = _seconds(lambda: kernels.attention(out, q, pages, seqs, HEAD_SIZE**-0.5))
-    read = batch * tokens * 2 * KV_HEADS * HEAD_SIZE * 2 / seconds
-    return {"batch": batch, "tokens": tokens, "us": seconds * 1e6, "bytes_s": read, "share_of_copy": read / rate}
-
-
-def greedy_tokens(model: str) -> dict[str, Any]:
-    """How many tokens of greedy answers the GPU and the CPU agree on before they first differ."""
-    from engine.api import SamplingParams
-    from engine.config import EngineConfig, ModelConfig, ParallelConfig
-    from engine.llm import LLM
-
-    answers = []
-    for device in ("cuda", "cpu"):
-        config = EngineConfig(model=ModelConfig(model=model), parallel=ParallelConfig(device=device))
+        config = EngineConfig(model=ModelConfig(model=self.model), parallel=ParallelConfig(device=device))
+        params = SamplingParams(max_tokens=4 if self.dry else new_tokens, temperature=0, ignore_eos=True)
         with LLM(config) as llm:
-            params = SamplingParams(max_tokens=64, temperature=0)
-            answers.append([answer.choices[0].text for answer in llm.generate(PROMPTS, params)])
-    same = [a == b for a, b in zip(*answers, strict=True)]
-    return {"prompts": len(same), "same": sum(same), "gpu": answers[0], "cpu": answers[1]}
+            llm.generate(PROMPTS, params)
+            began = time.perf_counter()
+            answers = llm.generate(PROMPTS, params)
+            taken = time.perf_counter() - began
+        return [a.choices[0].text for a in answers], len(
+            PROMPTS
+        ) * params.max_tokens / taken if params.max_tokens else 0.0
+
+    def _kernels(self) -> GpuKernels:
+        assert self.kernels is not None, "the kernels could not be built"
+        return self.kernels
+
+    def _rate(self) -> float:
+        assert self.rate, "the bandwidth was not measured"
+        return self.rate
+
+
+def run(model: str, device: str, deadline_s: float, report: Callable[[Stage], None]) -> list[Stage]:
+    """All stages in order; each is reported when it is done, so that nothing is lost when the last one hangs."""
+    if device != "cpu" and not torch.cuda.is_available():
+        stage = Stage(
+            "device", False, 0.0, "torch sees no GPU on this machine; --device cpu tries the stages without one"
+        )
+        report(stage)
+        return [stage]
+    began, done = time.monotonic(), []
+    for name, needed, work in Bench(model, device == "cpu").stages():
+        left = deadline_s - (time.monotonic() - began)
+        started = time.monotonic()
+        ok, found = False, f"no time left: {left:.0f} s of {deadline_s:.0f}"
+        if left > needed:
+            try:
+                ok, found = True, work()
+            except (OctavoError, RuntimeError, AssertionError, ImportError, OSError, ValueError) as error:
+                ok, found = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if device != "cpu":
+            torch.cuda.empty_cache()
+        done.append(Stage(name, ok, time.monotonic() - started, found))
+        report(done[-1])
+    return done

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,13 @@ def load_decoder(
 
 
 class Decoder:
-    """One model on one device. Matrices are kept in `dtype`; norms and the logits are computed in float32."""
+    """One model on one device. Matrices are kept in `dtype`; norms and the logits are computed in float32.
+
+    row_tile: multiply so many rows at a time, the last filled up. A library's product may add in another order for
+    another number of rows; for the same number it doesn't, so that what a row gets doesn't depend on its batch.
+    """
+
+    row_tile = 0  # 0 = as many as there are
 
     def __init__(
         self,
@@ -75,9 +81,13 @@ class Decoder:
         path: str | Path,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-    ) -> Decoder:
+    ) -> Self:
         """Read the weights of a model directory or GGUF file, dequantised. Raises ConfigError."""
         return cls(spec, iter_weights(spec, path), dtype, device)
+
+    def set_weight(self, name: str, values: torch.Tensor) -> None:
+        """A weight that comes from no checkpoint, on the device and of the type that it is computed with."""
+        self._weights[name] = values
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """tokens, positions [rows] (integers) -> hidden states after the final norm [rows, hidden_size].
@@ -157,7 +167,11 @@ class Decoder:
         return weights, experts
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weights[name], self._weights.get(name + ".bias"))
+        weight, bias, tile, rows = self._weights[name], self._weights.get(name + ".bias"), self.row_tile, x.shape[0]
+        if not tile or rows == tile:
+            return F.linear(x, weight, bias)
+        whole = F.pad(x, (0, 0, 0, -rows % tile))
+        return torch.cat([F.linear(part, weight, bias) for part in whole.split(tile)])[:rows]
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension, in float32."""

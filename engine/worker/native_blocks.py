@@ -56,6 +56,9 @@ class NativeBlocks:
         """See `DeviceBlocks`."""
         self._blocks[dst : dst + len(data)] = data
 
+    def wait(self) -> None:
+        """See `DeviceBlocks`. Every move has ended when it returns."""
+
     def commit(self, slot: int, page: int) -> None:
         """See `DeviceBlocks`. The system backs a page when it is first written."""
         self._block_of(slot, page)

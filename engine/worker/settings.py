@@ -37,8 +37,9 @@ class ExecutorSettings:
     threads: int = 0  # native: 0 = one a core
     isa: str = ""  # native: "" = the best that this machine has
     device: str = "cpu"  # torch executor: a torch device
-    attention: str = "reference"  # torch executor: reference, or the kernels of csrc/gpu as cuda or rocm
-    deterministic: bool = False  # on a GPU: one sequence at a time, so that no row's bits depend on its batch
+    attention: str = "reference"  # torch executor: reference or flashinfer; GPU executor: cuda, rocm or triton
+    gpu_memory: float = 0.0  # GPU executor: share of its memory for everything; 0 = the pool's size is given above
+    deterministic: bool = False  # on a GPU: products of a fixed number of rows, so that no bits depend on the batch
 
 
 def device_blocks(settings: ExecutorSettings, bytes_per_block: int) -> int:

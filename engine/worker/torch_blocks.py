@@ -52,6 +52,9 @@ class TorchBlocks:
                 part[side, dst : dst + n] = torch.from_numpy(piece).to(part.device)
                 at += width
 
+    def wait(self) -> None:
+        """See `DeviceBlocks`. Every move has ended when it returns."""
+
     def commit(self, slot: int, page: int) -> None:
         """Paged storage is there from the start: nothing to map."""
         raise RequestFailed(f"paged KV storage has no page {page} of slot {slot} to map")

@@ -150,7 +150,8 @@ def amd(name: str, arch: str, command: list[str]) -> Found:
                 continue
         text = out.read_text()
         kernels = re.findall(
-            r"\.name:\s+(\S+)\n.*?\.private_segment_fixed_size: (\d+).*?\.vgpr_count:\s+(\d+)\s+\.vgpr_spill_count: (\d+)",
+            r"\.name:\s+(\S+)\n"
+            r".*?\.private_segment_fixed_size: (\d+).*?\.vgpr_count:\s+(\d+)\s+\.vgpr_spill_count: (\d+)",
             text,
             re.DOTALL,
         )
@@ -170,7 +171,9 @@ def rocm() -> list[Callable[[], Found]]:
     work: list[Callable[[], Found]] = []
     if build_gpu.find_compiler("hipcc"):
         work.append(lambda: amd("hipcc", "gfx90a", ["hipcc", *common]))
-        work.append(lambda: ("hipcc: the library loads without a GPU", loaded(build_gpu.build(build_gpu.hip(), BUILT), "hip")))
+        work.append(
+            lambda: ("hipcc: the library loads without a GPU", loaded(build_gpu.build(build_gpu.hip(), BUILT), "hip"))
+        )
     else:
         work.append(lambda: ("hipcc: not checked, it is not on the PATH", []))
     clang = find_tool("clang++-22")

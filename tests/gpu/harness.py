@@ -26,6 +26,11 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 @cache
 def emulator() -> GpuKernels:
     """The kernels compiled for the host; compiled once for each state of the sources."""
+    return build_emulator()
+
+
+def build_emulator() -> GpuKernels:
+    """The same as an object of one's own."""
     return GpuKernels(build_gpu.build(build_gpu.emulator(), BUILT))
 
 

@@ -101,9 +101,7 @@ def test_steps_of_prefill_and_decode_are_those_of_float64(case: Case) -> None:
     world.fill(1, 282)
     for starts, counts in (([0, 282], [20, 9]), ([20, 291], [1, 1])):
         q, out = world.step(starts, counts, [0, 1])
-        wanted = torch.cat(
-            [world.expected(0, starts[0], q[: counts[0]]), world.expected(1, starts[1], q[counts[0] :])]
-        )
+        wanted = torch.cat([world.expected(0, starts[0], q[: counts[0]]), world.expected(1, starts[1], q[counts[0] :])])
         error = (out.double() - wanted).abs().max().nan_to_num(nan=float("inf"))
         assert error < TOLERANCE[world.dtype]
 
