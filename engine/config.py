@@ -83,12 +83,12 @@ class KVConfig:
     swap_space: str = option("auto", "host memory for evicted blocks; 0 turns it off", form="memory", metavar="SIZE")
     kv_disk: str = option("", "directory of the disk tier", metavar="DIR")
     kv_disk_size: str = option("4GiB", "size of the disk tier", form="memory", metavar="SIZE")
-    kv_manager: str = option("paged", "paged, or virtual-contiguous (vAttention)", choices=("paged", "virtual"))
-
-
     kv_events: str = option("", "ZeroMQ endpoint to publish KV events on, tcp://127.0.0.1:5557", form="endpoint")
     kv_events_replay: str = option("", "endpoint where subscribers get events that they missed", form="endpoint")
     kv_events_topic: str = option("", "topic of KV events", metavar="TOPIC")
+    kv_manager: str = option("paged", "paged, or virtual-contiguous (vAttention)", choices=("paged", "virtual"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """What runs when."""

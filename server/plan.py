@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
     objective = Objective(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
     if not objective.ttft and not objective.tpot:
         raise ConfigError("say what to plan for: --slo-ttft-ms, --slo-tpot-ms or both; or give --replicas")
-    answer = replicas_for(rate, objective, lambda r, n: _run(args, trace, r, n, cost, geometry))
+    answer = replicas_for(rate, len(trace), objective, lambda r, n: _run(args, trace, r, n, cost, geometry))
     if answer is None:
         print("answer    none: even a request alone misses the objective")
         return 1

@@ -10,6 +10,7 @@ from engine.simulate.cluster import Report
 
 LARGEST_FLEET = 32  # simulated whole; a larger load is cut into equal shards of about this size
 SHARE = 0.95  # of requests that must keep the objective
+LASTS_S = 60.0  # seconds of arrivals at least: queues that only begin to grow look short
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,18 @@ class Answer:
     report: Report
 
 
-def replicas_for(rate: float, objective: Objective, run: Callable[[float, int], Report]) -> Answer | None:
-    """`run(rate, replicas)` simulates. None when even one request at a time misses the objective.
+def replicas_for(
+    rate: float, requests: int, objective: Objective, run: Callable[[float, int], Report]
+) -> Answer | None:
+    """`run(rate, replicas)` simulates a trace of so many requests. None when even one at a time misses the objective.
 
-    Loads that need more than LARGEST_FLEET replicas are answered by a shard of the traffic: routing among more
-    replicas changes little once each has its own queue, so the fleet grows linearly from there.
+    A trace too short for its rate (LASTS_S), or a load of more than LARGEST_FLEET replicas, is answered by a shard of
+    the traffic: routing among more replicas changes little once each has its own queue, so the fleet grows linearly.
     """
     lonely = run(rate / 1e6, 1)
     if not objective.kept(lonely):
         return None
-    shard = rate
+    shard = min(rate, requests / LASTS_S)
     while True:
         found = _smallest(shard, objective, run)
         if found is not None:

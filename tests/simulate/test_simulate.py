@@ -11,7 +11,7 @@ import pytest
 from engine.core.plan import Geometry
 from engine.core.settings import CoreSettings
 from engine.errors import ConfigError
-from engine.simulate.capacity import Objective, replicas_for
+from engine.simulate.capacity import LASTS_S, Objective, replicas_for
 from engine.simulate.cluster import Report, simulate
 from engine.simulate.cost import CostModel, ModelSize, StepSample, fit, load_fit, roofline
 from engine.simulate.trace import Arrival, at_rate, generate, load
@@ -51,14 +51,17 @@ def test_a_shared_prefix_is_computed_once_and_affinity_finds_it() -> None:
 def test_the_answer_is_the_smallest_fleet_that_keeps_the_objective() -> None:
     trace = generate(300, seed=2)
     objective = Objective(ttft=0.2, tpot=0.0)
-    answer = replicas_for(200.0, objective, lambda rate, n: run(at_rate(trace, rate), n))
+    answer = replicas_for(200.0, len(trace), objective, lambda rate, n: run(at_rate(trace, rate), n))
     assert answer is not None
-    assert objective.kept(run(at_rate(trace, 200.0), answer.replicas))
-    assert answer.replicas == 1 or not objective.kept(run(at_rate(trace, 200.0), answer.replicas - 1))
+    simulated = at_rate(trace, 200.0 / answer.shards)
+    assert simulated[-1].time - simulated[0].time > 0.9 * LASTS_S  # queues have time to grow
+    assert objective.kept(run(simulated, answer.simulated))
+    assert answer.simulated == 1 or not objective.kept(run(simulated, answer.simulated - 1))
+    assert answer.replicas == -(-answer.simulated * answer.shards // 1)
 
 
 def test_an_objective_below_one_step_has_no_answer() -> None:
-    assert replicas_for(1.0, Objective(ttft=0.001, tpot=0), lambda r, n: run(generate(5, 0), n)) is None
+    assert replicas_for(1.0, 5, Objective(ttft=0.001, tpot=0), lambda r, n: run(generate(5, 0), n)) is None
 
 
 def test_a_fit_finds_the_model_that_made_the_samples() -> None:
