@@ -41,6 +41,7 @@ AUTO_KV_BYTES = GIB  # enough for some 45,000 tokens of the default model, and a
 AUTO_KV_SHARE = 0.4  # of the free memory, when one context alone needs more than AUTO_KV_BYTES
 AUTO_SWAP_SHARE = 0.1  # of the free memory, and at most half of the pool
 AUTO_BATCHED_TOKENS = 512
+GPU_BACKENDS = ("cuda", "rocm", "triton", "flashinfer")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -48,7 +49,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3
 class Choice:
     """What "auto" came to, and why."""
 
-    backend: str  # native, or torch with the attention of reference, cuda or rocm
+    backend: str  # native, reference, or one of GPU_BACKENDS
     settings: ExecutorSettings
     memory: MemoryPlan
     why: str
@@ -141,8 +142,10 @@ def choose(config: EngineConfig, path: Path, spec: DecoderSpec) -> Choice:
     kept = config.model.quantization if backend == "native" else "none"
     free = free_memory(config, device)
     settings = executor_settings(config, spec, device, dtype)
-    if backend in ("cuda", "rocm"):
+    if backend in GPU_BACKENDS:
         settings = dataclasses.replace(settings, attention=backend)
+        if backend != "flashinfer" and config.kv.kv_memory == "auto" and not config.kv.num_kv_blocks:
+            settings = dataclasses.replace(settings, gpu_memory=config.kv.gpu_memory_utilization)
     draft = choose_draft(config, path, settings, native=backend == "native")
     plan = plan_kv(config, path, spec, dtype, kept, free, draft.size_bytes if draft else 0)
     settings = dataclasses.replace(settings, **kv_sizes(config, plan))
@@ -266,7 +269,7 @@ def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[
         if wanted == "native":
             raise ConfigError(f"--attention-backend native computes on the CPU, not on {device}; add --device cpu")
         return pick_gpu_backend(config, device, spec)
-    if wanted in ("cuda", "rocm"):
+    if wanted in GPU_BACKENDS:
         raise ConfigError(f"--attention-backend {wanted} needs a GPU; the device is {device}")
     if spec.family == TRANSFORMERS:
         if wanted == "native":
@@ -285,23 +288,37 @@ def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[
 
 
 def pick_gpu_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[str, str]:
-    """("cuda", "rocm" or "reference", why). Raises ConfigError when what was asked for can't be had."""
-    from engine.attention.gpu import backend_name, problem
+    """("cuda" or "rocm", "triton", "flashinfer" or "reference", why). Raises ConfigError for what can't be had.
 
-    wanted, name = config.parallel.attention_backend, backend_name()
-    if wanted not in ("auto", name):
-        raise ConfigError(f"--attention-backend {wanted}: this torch drives its GPUs by {name}")
+    "auto" is the first of native kernels, Triton and torch that can serve the cache's shape and types.
+    """
+    from engine.attention import flashinfer_attention, gpu, triton_attention
+
+    wanted, native = config.parallel.attention_backend, gpu.backend_name()
     dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = dtype if config.kv.kv_cache_dtype == "auto" else config.kv.kv_cache_dtype
-    why = problem(spec, config.kv.block_size, kv_dtype, dtype)
+    problems = {
+        native: gpu.problem(spec, config.kv.block_size, kv_dtype, dtype),
+        "triton": triton_attention.problem(kv_dtype, dtype),
+        "flashinfer": flashinfer_attention.problem(kv_dtype, dtype),
+    }
     if config.kv.kv_manager == "virtual":
-        why = "--kv-manager virtual has an attention of its own"
-    if not why:
-        return name, f"GPU kernels on {device}" + ("" if wanted == "auto" else ", as asked")
-    if wanted == name:
-        raise ConfigError(f"--attention-backend {name} can't be used: {why}")
-    log.warning("the GPU kernels can't be used (%s): attention in torch, which is many times slower", why)
-    return "reference", f"on {device}; the GPU kernels can't be used: {why}"
+        problems = dict.fromkeys(problems, "--kv-manager virtual has an attention of its own")
+    elif spec.family == TRANSFORMERS:
+        problems |= dict.fromkeys((native, "triton"), "transformers computes this architecture, a step at a time")
+    if wanted != "auto":
+        if wanted not in problems:
+            raise ConfigError(f"--attention-backend {wanted}: this torch drives its GPUs by {native}")
+        if problems[wanted]:
+            raise ConfigError(f"--attention-backend {wanted} can't be used: {problems[wanted]}")
+        return wanted, f"on {device}, as asked"
+    if not problems[native]:
+        return native, f"GPU kernels on {device}"
+    if not problems["triton"]:
+        return "triton", f"on {device}; not {native}: {problems[native]}"
+    why = f"not {native}: {problems[native]}; not triton: {problems['triton']}"
+    log.warning("attention in torch, which is many times slower: %s", why)
+    return "reference", f"on {device}; {why}"
 
 
 def load_kernels(config: EngineConfig) -> Kernels:
@@ -322,9 +339,24 @@ def make_executor(choice: Choice, path: Path, spec: DecoderSpec, ranks: int = 1)
         from engine.worker.native_executor import NativeExecutor
 
         return NativeExecutor(path, spec, choice.settings)
+    if choice.backend in ("cuda", "rocm", "triton"):
+        return make_gpu_executor(choice, path, spec)
     from engine.worker.torch_executor import TorchExecutor
 
     return TorchExecutor(path, spec, choice.settings)
+
+
+def make_gpu_executor(choice: Choice, path: Path, spec: DecoderSpec) -> Executor:
+    """The executor of a GPU of this machine, with its kernels compiled. Raises ConfigError."""
+    import torch
+
+    from engine.attention.gpu import load_kernels as load_gpu_kernels
+    from engine.worker.device import CudaDevice
+    from engine.worker.gpu_executor import GpuExecutor
+
+    device = torch.device(choice.settings.device)
+    kernels = load_gpu_kernels(device) if choice.backend != "triton" else None
+    return GpuExecutor(path, spec, choice.settings, CudaDevice(device), kernels)
 
 
 def make_proposer(config: EngineConfig, choice: Choice, vocab_size: int) -> Proposer | None:

@@ -72,6 +72,9 @@ class KVConfig:
     kv_memory: str = option(
         "auto", "pool size: 2GiB, 30%% of what is free, or auto", form="memory", metavar="SIZE", common=True
     )
+    gpu_memory_utilization: float = option(
+        0.9, "share of a GPU's memory for weights, steps and pool, with --kv-memory auto", low=0.1, high=1.0
+    )
     block_size: int = option(16, "tokens a block", low=1, high=4096, common=True)
     kv_cache_dtype: str = option(
         "auto",
@@ -129,8 +132,8 @@ class ParallelConfig:
     )
     attention_backend: str = option(
         "auto",
-        "native = C++ kernels, reference = torch (slow), cuda and rocm = GPU kernels",
-        choices=("auto", "native", "reference", "cuda", "rocm"),
+        "native = C++ kernels, reference = torch (slow); on a GPU: cuda or rocm = kernels of ours, triton, flashinfer",
+        choices=("auto", "native", "reference", "cuda", "rocm", "triton", "flashinfer"),
     )
     deterministic: bool = option(True, "reference and GPU: bits that don't depend on the batch")
 
