@@ -178,7 +178,7 @@ def plan_kv(
     if kv.num_kv_blocks or kv.kv_memory != "auto":
         try:
             size = kv.num_kv_blocks * kv.block_size * token if kv.num_kv_blocks else memory(kv.kv_memory, free)
-            return plan_memory(spec, weights, kv=size, **sizes)
+            return plan_memory(spec, weights, kv=size, max_model_len=asked, **sizes)
         except ConfigError as error:
             raise ConfigError(f"{config_words(config)}: {error}") from None
     room = plan_memory(spec, weights, max_model_len=asked, **sizes).kv

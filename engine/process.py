@@ -53,6 +53,7 @@ log = logging.getLogger("octavo.engine")
 LOG_FORMAT, LOG_TIME = "%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"
 HEARTBEAT_S = 1.0  # a busy loop says so at least this often, also when nothing came of its steps
 LOADING_S = 0.02  # how long an idle loop waits for a message before it looks whether an adapter has come
+LOADING_NICE = 10  # of the thread that loads an adapter: steps go before
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of this process may hold the interpreter
 PR_SET_PDEATHSIG = 1
 
@@ -186,6 +187,8 @@ class Loads:
         load = self._core.begin_load(message.argument)
 
         def run() -> None:
+            with contextlib.suppress(OSError, AttributeError):  # Linux: a thread's own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADING_NICE)
             try:
                 load()
                 self._done.put((message, None))

@@ -1,10 +1,13 @@
 """The memory plan against what the native model really takes, and what it refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import native
+from engine.build import choose
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.config import load_spec
 from engine.model.memory import plan_memory, weight_bytes
@@ -77,3 +80,12 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
             max_model_len=context,
         )
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [{"kv_memory": "64MiB"}, {"num_kv_blocks": 182}])
+def test_a_context_that_was_asked_for_is_never_cut_to_the_pool(path: Path, spec: DecoderSpec, pool: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--(kv-memory 64MiB|num-kv-blocks 182): a context of 8192 tokens needs 0\.18"
+    ):
+        choose(EngineConfig.of("smollm2", max_model_len=8192, **pool), path, spec)
+    assert choose(EngineConfig.of("smollm2", **pool), path, spec).memory.context == 2912
