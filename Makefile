@@ -44,7 +44,7 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 # What the tests need of the system: name of the command = Debian package.
-TOOLS := chromium=chromium promtool=prometheus openssl=openssl
+TOOLS := chromium=chromium promtool=prometheus openssl=openssl node=nodejs npm=npm
 test-tools:
 	@for pair in $(TOOLS); do command -v $${pair%%=*} >/dev/null || missing="$$missing $${pair##*=}"; done; \
 	if [ -n "$$missing" ]; then echo "installing for the tests:$$missing"; \

@@ -27,6 +27,14 @@ const checks = {
     }
     assert.equal(text, whole.choices[0].message.content);
   },
+  async "a completion is the same whole and streamed"() {
+    const prompt = { model, prompt: "The capital of France is", temperature: 0, max_tokens: 8 };
+    const whole = await client.completions.create(prompt);
+    let text = "";
+    for await (const part of await client.completions.create({ ...prompt, stream: true })) text += part.choices[0]?.text ?? "";
+    assert.equal(text, whole.choices[0].text);
+    assert.equal(whole.usage.completion_tokens, 8);
+  },
   async "a forced call parses and obeys its schema"() {
     const answer = await client.chat.completions.create({
       ...asked, max_tokens: 200, tools: [light], tool_choice: { type: "function", function: { name: "set_light" } },
