@@ -19,9 +19,11 @@ import torch
 
 from csrc import build_gpu
 from csrc.build import BuildError
+from engine.bench.gpu import Bench
 from tests.gpu.harness import BUILT, TOLERANCE, Case, World, driver, emulator, run_driver
 from tests.gpu.tools import ROCM_BITCODE, find_tool
 from tests.gpu.triton_targets import compile_triton
+from tests.gpu.vmm_layouts import check_layouts
 
 KERNELS = ("plain", "plain_fp8", "tensor", "cache_write", "rms_norm", "sample")
 HEAD_SIZES, BLOCK_SIZES = (64, 80, 96, 128, 256), (16, 32, 64, 128)
@@ -186,9 +188,28 @@ def rocm() -> list[Callable[[], Found]]:
     return work
 
 
+def virtual_memory() -> Found:
+    return f"vmm.cpp: compiled against {', '.join(check_layouts()) or 'no headers, there are none here'}", []
+
+
+def bench() -> Found:
+    """Every stage of `octavo bench gpu` that needs no model, at tiny sizes on the CPU."""
+    run = Bench("", dry=True)
+    wrong, n = [], 0
+    for name, _, work in run.stages():
+        if name in ("greedy tokens", "transformers"):
+            continue
+        n += 1
+        try:
+            work()
+        except Exception as error:  # whatever it is, it would have failed on a GPU too
+            wrong.append(f"octavo bench gpu, {name}: {type(error).__name__}: {error}")
+    return f"octavo bench gpu: {n} stages tried on the CPU", wrong
+
+
 def main() -> int:
     wrong: list[str] = []
-    for check in (grid, sanitizers, nvidia, *rocm(), compile_triton):
+    for check in (grid, sanitizers, nvidia, *rocm(), compile_triton, virtual_memory):
         began = time.monotonic()
         try:
             counted, found = check()

@@ -72,7 +72,7 @@ def test_greedy_tokens_are_those_of_the_reference_executor(model: Path, alone: l
     assert [s.token for s in done[0].sampled] == alone[0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_batches_chunks_and_swaps_change_no_token_in_any_order_of_the_streams(
     model: Path, alone: list[list[int]], seed: int
 ) -> None:
@@ -84,13 +84,13 @@ def test_batches_chunks_and_swaps_change_no_token_in_any_order_of_the_streams(
 
 
 def test_without_the_waits_between_streams_tokens_are_wrong(model: Path, alone: list[list[int]]) -> None:
-    wrong = []
-    for seed in range(4):
+    def tokens(seed: int) -> list[list[int]]:
         running = Running(model, seed, deaf=True)
         done = running.driver(seed).generate(jobs(), chunk=7, swap=True)
         running.executor.close()
-        wrong.append([[s.token for s in job.sampled] for job in done] != alone)
-    assert any(wrong)
+        return [[s.token for s in job.sampled] for job in done]
+
+    assert any(tokens(seed) != alone for seed in range(8))
 
 
 def test_a_step_can_be_queued_before_the_tokens_of_the_one_before_are_known(
@@ -105,7 +105,7 @@ def test_a_step_can_be_queued_before_the_tokens_of_the_one_before_are_known(
 
 def test_rows_of_an_adapter_run_beside_those_of_the_base(model: Path, alone: list[list[int]], tmp_path: Path) -> None:
     running = Running(model)
-    running.executor.load_adapter("a", str(tiny_lora(tmp_path / "a", 1, ["q_proj"])))
+    running.executor.load_adapter("a", str(tiny_lora(tmp_path / "a", 1, ["self_attn.q_proj"])))
     with_adapter = [Job(j.prompt, SlotParams(temperature=0.0, adapter="a"), 6) for j in jobs()[:2]]
     done = running.driver().generate([*with_adapter, *jobs()[:2]])
     running.executor.close()
