@@ -1,7 +1,8 @@
 """Virtual-contiguous KV (vAttention, Prabhu et al. 2024) and an attention that knows nothing of blocks.
 
 Every slot owns a range of addresses long enough for the longest sequence; memory is behind only those pages that
-were mapped. So a sequence's keys are one strided tensor, and torch's own scaled_dot_product_attention serves.
+were mapped (`address_ranges`). So a sequence's keys are one strided tensor, and torch's own
+scaled_dot_product_attention serves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import AttentionBatch
+from engine.attention.address_ranges import AddressRange, commit_all, reserve
 from engine.attention.cache import KVCache
 from engine.attention.encoding import STORAGE_DTYPES
 from engine.attention.reference import causal_mask
@@ -20,30 +22,39 @@ from engine.errors import ConfigError
 from engine.model.spec import DecoderSpec
 
 PAGE = mmap.PAGESIZE
-MAP_NORESERVE = 0x4000  # Linux's number; Python 3.11's mmap doesn't name it
+
+
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
 class VirtualCache(KVCache):
     """A `KVCache` over reserved memory: page p of slot s is block s * pages_per_slot + p.
 
-    Reserving takes addresses only. The system backs a page when it is first written and `release` gives it back,
-    so the memory in use is that of the mapped pages.
+    Reserving takes addresses only. `commit` puts memory behind a page and `release` gives it back, so the memory in use
+    is that of the committed pages (on a GPU: of the driver's granules that they lie in).
     """
 
     pages_per_slot: int = 0
-    memory: list[mmap.mmap] = field(default_factory=list)  # one range a layer
+    memory: list[AddressRange] = field(default_factory=list)  # one range a layer
+    committed: set[int] = field(default_factory=set)  # pages, as block ids
 
     @classmethod
     def reserve(
-        cls, spec: DecoderSpec, slots: int, pages_per_slot: int, page_tokens: int, kv_dtype: str
+        cls,
+        spec: DecoderSpec,
+        slots: int,
+        pages_per_slot: int,
+        page_tokens: int,
+        kv_dtype: str,
+        device: torch.device = CPU,
     ) -> VirtualCache:
         """Address ranges for all slots and layers. Raises ConfigError when a page of tokens is no whole memory page."""
         dtype = STORAGE_DTYPES[kv_dtype]
         if dtype.itemsize == 1:
             raise ConfigError(f"the virtual KV manager stores float types, not {kv_dtype}: its attention has no scales")
         page_bytes = page_tokens * spec.num_kv_heads * spec.head_size * dtype.itemsize
-        if page_bytes % PAGE:
+        if device.type == "cpu" and page_bytes % PAGE:
             row = spec.num_kv_heads * spec.head_size * dtype.itemsize
             step = next(n for n in range(1, PAGE + 1) if n * row % PAGE == 0)
             raise ConfigError(
@@ -51,11 +62,8 @@ class VirtualCache(KVCache):
                 f"the virtual KV manager needs a multiple of {step}"
             )
         shape = (2, slots * pages_per_slot, page_tokens, spec.num_kv_heads, spec.head_size)
-        memory = [
-            mmap.mmap(-1, 2 * shape[1] * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-            for _ in range(spec.num_layers)
-        ]
-        layers = [torch.frombuffer(m, dtype=dtype).view(shape) for m in memory]
+        memory = [reserve(2 * shape[1] * page_bytes, device) for _ in range(spec.num_layers)]
+        layers = [m.tensor().view(dtype).view(shape) for m in memory]
         return cls(layers, [], pages_per_slot=pages_per_slot, memory=memory)
 
     def sequence(self, layer: int, slot: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,15 +73,27 @@ class VirtualCache(KVCache):
         both = storage[:, first : first + self.pages_per_slot].flatten(1, 2)
         return both[0, :tokens], both[1, :tokens]
 
+    def commit(self, slot: int, page: int) -> None:
+        """Put memory behind a page, in all layers; harmless when it has some. Raises RequestFailed: nothing changed."""
+        block = slot * self.pages_per_slot + page
+        if block not in self.committed:
+            commit_all(self._parts(block))
+            self.committed.add(block)
+
     def release(self, slot: int, page: int) -> None:
-        """Give a page's memory back to the system, in all layers. It reads as zeros until it is written again."""
+        """Give a page's memory back, in all layers; harmless when it has none."""
+        block = slot * self.pages_per_slot + page
+        if block in self.committed:
+            self.committed.remove(block)
+            for memory, at, size in self._parts(block):
+                memory.release(at, size)
+
+    def _parts(self, block: int) -> list[tuple[AddressRange, int, int]]:
+        """Where a page's keys and values lie: (range, offset, bytes)."""
         storage = self.layers[0]
-        page_bytes = storage[0, 0].numel() * storage.element_size()
-        side_bytes = storage.shape[1] * page_bytes
-        at = (slot * self.pages_per_slot + page) * page_bytes
-        for memory in self.memory:
-            memory.madvise(mmap.MADV_DONTNEED, at, page_bytes)
-            memory.madvise(mmap.MADV_DONTNEED, side_bytes + at, page_bytes)
+        size = storage[0, 0].numel() * storage.element_size()
+        side = storage.shape[1] * size
+        return [(memory, at, size) for memory in self.memory for at in (block * size, side + block * size)]
 
 
 class ContiguousAttention:

@@ -72,7 +72,8 @@ class VirtualBlocks(TorchBlocks):
         self._cache = cache
 
     def commit(self, slot: int, page: int) -> None:
-        """The system backs a page when it is first written."""
+        """See `DeviceBlocks`."""
+        self._cache.commit(slot, page)
 
     def release(self, slot: int, page: int) -> None:
         """See `DeviceBlocks`."""

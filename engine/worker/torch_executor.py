@@ -155,7 +155,8 @@ class TorchExecutor:
         blocks = device_blocks(settings, block_bytes(spec, settings.block_size, settings.kv_dtype))
         if settings.kv_manager == "virtual":
             pages = -(-settings.max_model_len // settings.block_size)
-            virtual = VirtualCache.reserve(spec, settings.max_num_seqs, pages, settings.block_size, settings.kv_dtype)
+            sizes = settings.max_num_seqs, pages, settings.block_size
+            virtual = VirtualCache.reserve(spec, *sizes, settings.kv_dtype, device)
             return self._assemble(decoder, ContiguousAttention(spec, virtual), VirtualBlocks(virtual), blocks)
         cache = KVCache.allocate(
             spec.num_layers, blocks, settings.block_size, spec.num_kv_heads, spec.head_size, settings.kv_dtype, device
