@@ -64,6 +64,9 @@ class Device(Protocol):
     def capture(self, work: Work) -> Work:
         """Runs work once, and returns what repeats its device operations, with the same tensors, when queued."""
 
+    def settle(self) -> None:
+        """Waits for everything that anybody queued, on these streams or on torch's own, as weights are loaded."""
+
     def memory(self) -> tuple[int, int]:
         """Bytes free, and bytes there are."""
 
@@ -98,14 +101,19 @@ class CudaDevice:
         """See `Device`."""
         main = self.main
         assert isinstance(main, _CudaStream)
+        self.settle()
         main.run(work)  # libraries set themselves up on the first call, which a graph can't hold
-        torch.cuda.synchronize(self.torch_device)
+        self.settle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=main.stream):
             work()
         self._pool = graph.pool()
         replay: Work = graph.replay
         return replay
+
+    def settle(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> tuple[int, int]:
         """See `Device`."""
@@ -114,12 +122,12 @@ class CudaDevice:
 
     def peak(self, work: Work) -> int:
         """See `Device`."""
-        torch.cuda.synchronize(self.torch_device)
+        self.settle()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_reserved(self.torch_device)
         self.main.run(work)
-        torch.cuda.synchronize(self.torch_device)
+        self.settle()
         most = torch.cuda.max_memory_reserved(self.torch_device)
         torch.cuda.empty_cache()
         return int(most - before)
@@ -177,6 +185,9 @@ class HostDevice:
         """See `Device`."""
         work()
         return work
+
+    def settle(self) -> None:
+        """Nothing is queued."""
 
     def memory(self) -> tuple[int, int]:
         """See `Device`."""

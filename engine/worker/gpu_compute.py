@@ -211,7 +211,7 @@ class GpuCompute:
                 log.warning("no time for graphs of fewer than %d sequences: such steps run without", min(self._graphs))
                 return
             outputs, shape = Outputs(), self._decode_shape(size)
-            self._inputs.blank(shape)
+            self._device.main.run(partial(self._inputs.blank, shape))
             self._graphs[size] = (self._device.capture(partial(self._step, self.decoder, shape, outputs)), outputs)
         log.info("%d graphs captured in %.1f s", len(self._graphs), time.monotonic() - began)
 

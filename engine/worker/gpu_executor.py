@@ -83,6 +83,7 @@ class GpuExecutor:
         )
         if not any(layer.moe for layer in spec.layers):  # which experts there are is asked on the host
             compute.capture()
+        device.settle()
         steps = GpuSteps(GpuRunner(compute, slots, storage, moved))
         self._running = _Running(compute, slots, storage, steps)
         geometry = geometry_of(settings, spec, blocks, moved.bytes_per_block, host, disk)
@@ -107,6 +108,7 @@ class GpuExecutor:
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"adapter {name!r} doesn't fit: {error}; lower --gpu-memory-utilization") from error
         decoder.row_tile = base.row_tile
+        self._device.settle()
         running.compute.adapters[name] = decoder
         running.slots.adapters.add(name)
 

@@ -134,6 +134,10 @@ class FakeDevice:
 
         return repeat
 
+    def settle(self) -> None:
+        while self.advance():
+            pass
+
     def memory(self) -> tuple[int, int]:
         return self._free, 8 * GIB
 
