@@ -20,6 +20,7 @@ export function start(model) {
   $("clear").addEventListener("click", () => { abort?.abort(); history = []; log.replaceChildren(); $("prompt").focus(); });
   for (const kind of ["pointerover", "focusin"]) log.addEventListener(kind, showTip);
   for (const kind of ["pointerout", "focusout"]) log.addEventListener(kind, () => $("tip")?.remove());
+  log.addEventListener("keydown", moveOverTokens);
 }
 
 function turn(kind, text = "") {
@@ -71,6 +72,10 @@ async function send(model) {
 function answerBox(parent) {
   const div = turn("assistant");
   const words = document.createElement("span");
+  words.className = "words";
+  words.tabIndex = 0;
+  words.setAttribute("role", "group");
+  words.setAttribute("aria-label", "Answer. Arrow keys show what each token could have been.");
   const footer = document.createElement("footer");
   const strip = document.createElement("div");
   strip.className = "strip";
@@ -96,9 +101,20 @@ function answerBox(parent) {
 function token(text, entry) {
   const span = document.createElement("span");
   span.className = "token";
+  span.tabIndex = -1;
   span.textContent = text;
   span.alternatives = entry;
   return span;
+}
+
+/** One stop of the Tab key for each answer; inside it the arrow keys go from token to token. */
+function moveOverTokens(event) {
+  const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+  const words = event.target.closest(".words");
+  if (!step || !words) return;
+  event.preventDefault();
+  const token = event.target === words ? words.firstElementChild : event.target[step];
+  token?.focus();
 }
 
 function showTip(event) {

@@ -14,26 +14,29 @@ let drawn = [];           // what each cell shows, as a string: a change flashes
 let flashes = new Map();  // block -> time of its change
 let cursor = -1;
 let grid = { columns: 1, size: 10, gap: 2 };
-let painting = false;
+let asked = false;        // for a painting at the next frame
+let fading = false;       // frames are being painted
 
 export const holdersOf = () => holders;
 
 export function show(snapshot) {
   live = snapshot;
   holders = new Map();
+  const cells = [...live.states];
   for (const sequence of live.sequences) {
+    const name = ` ${sequence.request}/${sequence.choice}`;
     for (const block of sequence.table) {
+      cells[block] += name;
       const list = holders.get(block);
       if (list) list.push(sequence); else holders.set(block, [sequence]);
     }
   }
   layout();
   const now = performance.now();
-  const cells = Array.from(live.states, (state, block) => state + (holders.get(block) ?? []).map((s) => `${s.request}/${s.choice}`).join());
   if (drawn.length === cells.length) cells.forEach((cell, block) => { if (cell !== drawn[block]) flashes.set(block, now); });
   drawn = cells;
   document.getElementById("memory-line").textContent = line();
-  if (!painting) requestAnimationFrame(paint);
+  repaint();
 }
 
 function line() {
@@ -63,43 +66,78 @@ function layout() {
   pen.setTransform(scale, 0, 0, scale, 0, 0);
 }
 
+function repaint() {
+  if (!asked) { asked = true; requestAnimationFrame(paint); }
+}
+
 function place(block) {
   const step = grid.size + grid.gap;
   return [(block % grid.columns) * step, Math.floor(block / grid.columns) * step];
 }
 
-function paint(now) {
-  painting = true;
-  const { size } = grid;
-  const free = style("--free"), cached = style("--cached"), ink = style("--ink");
+/** Everything: after a snapshot, a move of the cursor, a new size. */
+function paint() {
+  asked = false;
+  const palette = colours();
   pen.clearRect(0, 0, canvas.width, canvas.height);
-  for (let block = 0; block < live.states.length; block++) {
-    const [x, y] = place(block);
-    const owners = holders.get(block);
-    pen.fillStyle = owners ? colour(owners[0].request) : free;
-    pen.fillRect(x, y, size, size);
-    if (owners && owners.length > 1) {  // shared: a square of the second holder's colour inside
-      const other = owners.find((o) => o.request !== owners[0].request);
-      pen.fillStyle = other ? colour(other.request) : style("--panel");
-      const inset = Math.max(1, size * 0.3);
-      pen.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
-    } else if (!owners && live.states[block] === "c") {  // cached: half a cell
-      pen.fillStyle = cached;
-      pen.beginPath();
-      pen.moveTo(x, y + size); pen.lineTo(x + size, y); pen.lineTo(x + size, y + size);
-      pen.fill();
-    }
-    const since = flashes.has(block) ? now - flashes.get(block) : FLASH_MS;
-    if (since < FLASH_MS) {
-      pen.strokeStyle = ink;
-      pen.globalAlpha = 1 - since / FLASH_MS;
-      pen.strokeRect(x - 0.5, y - 0.5, size + 1, size + 1);
-      pen.globalAlpha = 1;
-    } else flashes.delete(block);
-    if (block === cursor) { pen.strokeStyle = ink; pen.lineWidth = 2; pen.strokeRect(x - 1, y - 1, size + 2, size + 2); pen.lineWidth = 1; }
-  }
+  for (let block = 0; block < live.states.length; block++) paintCell(block, palette);
   paintHost();
-  if (flashes.size) requestAnimationFrame(paint); else painting = false;
+  if (cursor >= 0) {
+    const [x, y] = place(cursor);
+    pen.strokeStyle = palette.ink;
+    pen.lineWidth = 2;
+    pen.strokeRect(x - 1, y - 1, grid.size + 2, grid.size + 2);
+  }
+  if (!fading && flashes.size) { fading = true; requestAnimationFrame(fade); }
+}
+
+/** A frame: only the cells that have just changed. */
+function fade(now) {
+  const palette = colours(), { size } = grid;
+  pen.strokeStyle = palette.ink;
+  pen.lineWidth = 2;
+  for (const [block, since] of flashes) {
+    const left = 1 - (now - since) / FLASH_MS;
+    if (left <= 0) flashes.delete(block);
+    paintCell(block, palette);
+    if (left <= 0) continue;
+    const [x, y] = place(block);
+    pen.globalAlpha = Math.min(1, left);
+    pen.strokeRect(x + 1, y + 1, size - 2, size - 2);
+    pen.globalAlpha = 1;
+  }
+  fading = flashes.size > 0;
+  if (fading) requestAnimationFrame(fade);
+}
+
+/** The colours of the theme. Called at the start of a painting: a canvas that was resized has forgotten its own. */
+function colours() {
+  filled = "";
+  return { free: style("--free"), cached: style("--cached"), ink: style("--ink"), panel: style("--panel") };
+}
+
+let filled = "";
+
+/** Choose a colour. Most cells have their neighbour's, and the browser would parse it again for each. */
+function fill(style) {
+  if (style !== filled) pen.fillStyle = filled = style;
+}
+
+function paintCell(block, palette) {
+  const { size } = grid, [x, y] = place(block), owners = holders.get(block);
+  fill(owners ? colour(owners[0].request) : palette.free);
+  pen.fillRect(x, y, size, size);
+  if (owners && owners.length > 1) {  // shared: a square of the second holder's colour inside
+    const other = owners.find((o) => o.request !== owners[0].request);
+    fill(other ? colour(other.request) : palette.panel);
+    const inset = Math.max(1, size * 0.3);
+    pen.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
+  } else if (!owners && live.states[block] === "c") {  // cached: half a cell
+    fill(palette.cached);
+    pen.beginPath();
+    pen.moveTo(x, y + size); pen.lineTo(x + size, y); pen.lineTo(x + size, y + size);
+    pen.fill();
+  }
 }
 
 /** Blocks on the host, outlined, below the device's: swapped-out sequences first, then cached prefixes. */
@@ -118,7 +156,7 @@ const STATES = { f: "free", c: "cached", u: "used", s: "shared" };
 async function describe(block) {
   if (!live || block < 0 || block >= live.states.length) return;
   cursor = block;
-  if (!painting) requestAnimationFrame(paint);
+  repaint();
   const owners = (holders.get(block) ?? []).map((s) => `${s.request} (choice ${s.choice})`);
   const state = STATES[live.states[block]];
   detail.textContent = `Block ${block}: ${state}${owners.length ? `, of ${owners.join(", ")}` : ""}`;
@@ -157,4 +195,5 @@ canvas.addEventListener("keydown", (event) => {
     describe(Math.max(0, Math.min(live.states.length - 1, cursor + step)));
   }
 });
-addEventListener("resize", () => { if (live) { layout(); requestAnimationFrame(paint); } });
+addEventListener("resize", () => { if (live) { layout(); repaint(); } });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (live) repaint(); });

@@ -3,10 +3,12 @@
 import { getJSON } from "./api.js";
 import { colour } from "./colours.js";
 
+const SHOWN = 40;
 const rows = document.getElementById("rows");
 const story = document.getElementById("timeline");
-const COLOURS = { queued: "var(--cached)", admitted: "hsl(45 80% 55%)", prefill: "hsl(45 80% 55%)", first_token: "hsl(140 50% 45%)", resumed: "hsl(140 50% 45%)", preempted: "var(--bad)", finished: "var(--free)" };
+const drawn = new Map();  // request -> its row: a row that stays keeps the focus and what is selected
 let opened = "";
+let told = false;  // the opened one has ended and is shown to its end
 
 const seconds = (s) => (s === null || s < 0 ? "–" : s < 1 ? `${(1000 * s).toFixed(0)} ms` : `${s.toFixed(1)} s`);
 
@@ -17,34 +19,52 @@ function stateOf(request) {
 }
 
 export function show(snapshot) {
-  rows.replaceChildren(...[...snapshot.alive, ...snapshot.finished].slice(0, 40).map(row));
-  if (opened) refresh();
+  const requests = [...snapshot.alive, ...snapshot.finished].slice(0, SHOWN);
+  document.getElementById("no-requests").hidden = requests.length > 0;
+  const kept = new Set(requests.map((request) => request.id));
+  for (const [id, row] of drawn) if (!kept.has(id)) { row.remove(); drawn.delete(id); }
+  requests.forEach((request, i) => {
+    if (!drawn.has(request.id)) drawn.set(request.id, newRow(request.id));
+    const row = drawn.get(request.id);
+    if (rows.children[i] !== row) rows.insertBefore(row, rows.children[i] ?? null);
+    fill(row, request);
+  });
+  if (opened && !told) refresh();
 }
 
-function row(request) {
-  const tr = document.createElement("tr");
-  const cells = [
-    stateOf(request), request.prompt_tokens, request.cached_tokens,
-    request.output_tokens, seconds(request.queued_s), seconds(request.ttft_s), seconds(request.total_s),
-    request.preemptions || "",
-  ];
+function newRow(id) {
+  const row = document.createElement("tr");
   const name = document.createElement("td");
   const mark = document.createElement("i");
   mark.className = "cell";
-  mark.style.background = colour(request.id);
+  mark.style.background = colour(id);
   const button = document.createElement("button");
-  button.textContent = request.id.length > 22 ? `${request.id.slice(0, 21)}…` : request.id;
-  button.title = request.id;
-  button.setAttribute("aria-expanded", String(opened === request.id));
-  button.addEventListener("click", () => open(request.id));
+  button.textContent = id.length > 22 ? `${id.slice(0, 21)}…` : id;
+  button.title = id;
+  button.setAttribute("aria-expanded", "false");
+  button.setAttribute("aria-controls", "timeline");
+  button.addEventListener("click", () => open(id));
   name.append(mark, " ", button);
-  tr.append(name, ...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
-  return tr;
+  row.append(name, ...Array.from({ length: 8 }, () => document.createElement("td")));
+  return row;
+}
+
+function fill(row, request) {
+  const texts = [
+    stateOf(request), request.prompt_tokens, request.cached_tokens, request.output_tokens,
+    seconds(request.queued_s), seconds(request.ttft_s), seconds(request.total_s), request.preemptions || "",
+  ];
+  texts.forEach((text, i) => {
+    const cell = row.children[i + 1];
+    if (cell.textContent !== String(text)) cell.textContent = text;
+  });
 }
 
 function open(id) {
   opened = opened === id ? "" : id;
+  told = false;
   story.hidden = !opened;
+  for (const [other, row] of drawn) row.querySelector("button").setAttribute("aria-expanded", String(other === opened));
   if (opened) refresh();
 }
 
@@ -52,36 +72,63 @@ async function refresh() {
   const id = opened;
   try {
     const request = await getJSON(`debug/requests/${encodeURIComponent(id)}`);
-    if (id === opened) story.replaceChildren(...tell(request));
+    if (id !== opened) return;
+    const place = story.querySelector("ol")?.scrollTop ?? 0;
+    story.replaceChildren(...tell(request));
+    story.querySelector("ol").scrollTop = place;
+    told = request.finished;
   } catch (error) {
     if (id === opened) story.textContent = error.message;
   }
+}
+
+/** What a request does from an event on, by the class of its colour; what is computed again is part of decoding. */
+function phase(event, begun) {
+  if (event === "queued" || event === "preempted" || event === "finished") return event;
+  return begun ? "decode" : "prefill";
 }
 
 /** A bar from arrival to end, a colour for what it was doing, and the events below. */
 function tell(request) {
   const title = document.createElement("b");
   title.textContent = request.id;
-  const begin = request.arrival, length = Math.max(request.total_s, 1e-3);
   const bar = document.createElement("div");
   bar.className = "bar";
-  const events = request.timeline;
-  events.forEach((event, i) => {
-    const until = i + 1 < events.length ? events[i + 1].t : begin + length;
-    const part = document.createElement("i");
-    part.style.width = `${(100 * Math.max(0, until - event.t)) / length}%`;
-    part.style.background = COLOURS[event.event] ?? "var(--accent)";
-    part.title = event.event;
-    bar.append(part);
-  });
+  bar.setAttribute("aria-hidden", "true");
+  const key = document.createElement("p");
+  key.className = "key";
+  for (const name of ["queued", "prefill", "decode", "preempted"]) key.append(swatch(name), ` ${name}  `);
   const list = document.createElement("ol");
   list.className = "events";
-  for (const { t, event, ...details } of events) {
+  const begin = request.arrival, end = begin + request.total_s, events = request.timeline;
+  let begun = false;
+  events.forEach(({ t, event, ...details }, i) => {
+    begun ||= event === "first token";
+    const kind = phase(event, begun), until = events[i + 1]?.t ?? end;
+    const part = swatch(kind);
+    part.style.flexGrow = Math.max(0, until - t);
+    bar.append(part);
     const item = document.createElement("li");
     const name = document.createElement("b");
-    name.textContent = `+${(t - begin).toFixed(3)} s  ${event} `;
-    item.append(name, Object.entries(details).map(([k, v]) => `${k} ${typeof v === "number" && !Number.isInteger(v) ? v.toFixed(4) : v}`).join(", "));
+    name.textContent = ` +${(t - begin).toFixed(3)} s  ${event} `;
+    item.append(swatch(kind), name, Object.entries(details).map(detail).filter(Boolean).join(", "));
     list.append(item);
-  }
-  return [title, bar, list];
+  });
+  return [title, bar, key, list];
+}
+
+function swatch(kind) {
+  const mark = document.createElement("i");
+  mark.className = `phase ${kind}`;
+  return mark;
+}
+
+function detail([name, value]) {
+  if (value === null || value === "" || value === false) return "";
+  const words = name.replace(/_s$/, "").replaceAll("_", " ");
+  if (value === true) return words;
+  if (name.endsWith("bytes_per_s")) return `${name.replace("_bytes_per_s", "").replaceAll("_", " ")} ${(value / 1e9).toFixed(2)} GB/s`;
+  if (name.endsWith("tokens_per_s")) return `${name.replace("_tokens_per_s", "").replaceAll("_", " ")} ${value.toFixed(0)} tokens/s`;
+  if (name.endsWith("_s")) return `${words} ${(1000 * value).toFixed(1)} ms`;
+  return `${words} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(4) : value}`;
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -17,6 +17,8 @@ QUIET = (
     "--no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
     "--disable-sync --disable-quic"
 ).split()
+PATIENCE_MS = 120_000  # a machine that does much else takes its time
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +41,11 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(server: Server, browser: Browser) -> Iterator[Page]:
     page = browser.new_page()
+    page.set_default_timeout(PATIENCE_MS)
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(server.url)
-    expect(page.locator("#state")).to_have_text("ready", timeout=30_000)
+    expect(page.locator("#state")).to_have_text("ready")
     yield page
     page.close()
     assert problems == []
@@ -58,11 +61,18 @@ def test_chat_streams_an_answer_and_shows_the_alternatives_of_a_token(page: Page
     page.fill("#temperature", "0")
     ask(page, "What is the capital of France?")
     answer = page.locator(".turn.assistant")
-    expect(answer).to_contain_text("Paris", timeout=60_000)
-    expect(answer.locator("footer")).to_have_text("ended: stop", timeout=30_000)
+    expect(answer).to_contain_text("Paris")
+    expect(answer.locator("footer")).to_have_text("ended: stop")
     page.locator(".token", has_text="Paris").hover()
     expect(page.locator("#tip")).to_contain_text("%")
     expect(page.locator("#tip")).to_contain_text("Paris")
+    page.mouse.move(1, 1)
+    expect(page.locator("#tip")).to_have_count(0)
+    answer.locator(".words").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".token").nth(1)).to_be_focused()
+    expect(page.locator("#tip")).to_contain_text("%")
 
 
 def test_stop_ends_the_answer(page: Page) -> None:
@@ -74,9 +84,9 @@ def test_stop_ends_the_answer(page: Page) -> None:
     page.locator("details summary").click()
     page.fill("#max_tokens", "4000")
     ask(page, "Count as far as you can: one, two, three,")
-    expect(page.locator(".turn.assistant .token").first).to_be_visible(timeout=60_000)
+    expect(page.locator(".turn.assistant .token").first).to_be_visible()
     page.click("#stop")
-    expect(page.locator("#send")).to_be_enabled(timeout=10_000)
+    expect(page.locator("#send")).to_be_enabled()
     expect(page.locator(".turn.error")).to_have_count(0)
 
 
@@ -86,26 +96,24 @@ def test_answers_side_by_side_share_the_blocks_of_their_prompt(page: Page) -> No
     page.fill("#max_tokens", "120")
     ask(page, "Write a long story about a lighthouse keeper, the sea, and the many ships that passed by at night.")
     expect(page.locator(".answers .turn")).to_have_count(3)
-    expect(page.locator(".strip .cell.shared").first).to_be_visible(timeout=60_000)
+    expect(page.locator(".strip .cell.shared").first).to_be_visible()
     assert page.evaluate("document.querySelectorAll('.strip').length") == 3
     expect(page.locator("#memory-line")).not_to_contain_text(" 0 shared")
 
 
 def test_a_preemption_is_seen(page: Page, server: Server) -> None:
-    def load(i: int) -> None:
-        body = {"model": "smollm2", "prompt": f"Story number {i}:", "max_tokens": 200, "ignore_eos": True}
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
-
-    threads = [threading.Thread(target=load, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    expect(page.locator("#events")).to_contain_text("preempted", timeout=90_000)
-    for thread in threads:
-        thread.join()
-    row = page.locator("#rows tr", has=page.locator("td:last-child", has_text="1")).first
+    # Four answers of one request run together, and the pool holds three of them.
+    body = {"model": "smollm2", "prompt": "A story:", "n": 4, "max_tokens": 200, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    expect(page.locator("#events")).to_contain_text("preempted")
+    row = page.locator("#rows tr", has=page.locator("td:last-child", has_text=re.compile(r"^\d+$"))).first
     row.locator("button").click()
-    expect(page.locator("#timeline")).to_contain_text("preempted", timeout=10_000)
+    expect(page.locator("#timeline")).to_contain_text("preempted")
     expect(page.locator("#timeline")).to_contain_text("recompute")
+    for _ in range(2):
+        with page.expect_response("**/debug/live"):
+            pass
+    expect(row.locator("button")).to_be_focused()  # a refreshed list takes nothing from who uses the keyboard
 
 
 def test_the_map_is_usable_by_keyboard(page: Page) -> None:
