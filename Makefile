@@ -12,7 +12,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP     := $(BIN)/pip --disable-pip-version-check install -c constraints.txt
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.py' 2>/dev/null)
 
-.PHONY: install serve test test-tools check check-gpu audit clean
+.PHONY: install serve test test-tools check check-gpu check-scale audit clean
 
 install: $(VENV)/.installed
 
@@ -66,5 +66,20 @@ audit:
 	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/pip -q install pip-audit==2.10.1; }
 	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r constraints.txt
 
+# Several engines: replicas, ranks, KV events, hand-over, manifests; then Ray Serve and vllm-router before real servers.
+# Those two live in an environment of their own, which sees the libraries of $(VENV): no torch is fetched for them.
+SCALE ?= .venv-scale
+check-scale: $(VENV)/.installed-test test-tools $(SCALE)/.installed
+	$(BIN)/pytest tests/scale tests/engine/test_replicas.py tests/ops/test_containers.py
+	$(BIN)/python -m tests.scale.check $(SCALE)
+
+$(SCALE)/.installed: $(VENV)/.installed
+	@echo "     Ray and vllm-router, for check-scale alone (some 150 MB)"
+	@rm -rf $(SCALE) && $(PYTHON) -m venv $(SCALE)
+	@realpath $(VENV)/lib/python3*/site-packages . > $$(echo $(SCALE)/lib/python3*/site-packages)/octavo.pth
+	@$(SCALE)/bin/pip --disable-pip-version-check install -q -c constraints.txt 'ray[serve]' vllm-router \
+	  || echo "     they can't be installed here: check-scale says what it skips"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info engine/_kernels.so engine/_kernels.fingerprint
+	rm -rf $(SCALE) $(VENV) build *.egg-info engine/_kernels.so engine/_kernels.fingerprint
