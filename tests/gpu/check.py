@@ -209,7 +209,7 @@ def bench() -> Found:
 
 def main() -> int:
     wrong: list[str] = []
-    for check in (grid, sanitizers, nvidia, *rocm(), compile_triton, virtual_memory):
+    for check in (grid, sanitizers, nvidia, *rocm(), compile_triton, virtual_memory, bench):
         began = time.monotonic()
         try:
             counted, found = check()
