@@ -177,12 +177,13 @@ def plan_kv(
     token = int(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * element)
     if kv.num_kv_blocks or kv.kv_memory != "auto":
         try:
-            size = kv.num_kv_blocks * kv.block_size * token if kv.num_kv_blocks else memory(kv.kv_memory, free)
-            return plan_memory(spec, weights, kv=size, max_model_len=asked, **sizes)
+            if kv.num_kv_blocks:  # also how a restarted engine is told of the pool that it had: taken as it is
+                return plan_memory(spec, weights, kv=kv.num_kv_blocks * kv.block_size * token, **sizes)
+            return plan_memory(spec, weights, kv=memory(kv.kv_memory, free), max_model_len=asked, **sizes)
         except ConfigError as error:
             raise ConfigError(f"{config_words(config)}: {error}") from None
     room = plan_memory(spec, weights, max_model_len=asked, **sizes).kv
-    one_context = asked * token if asked else min(spec.max_position * token, int(free * AUTO_KV_SHARE))
+    one_context = -(-asked // kv.block_size) * kv.block_size * token if asked else min(spec.max_position * token, int(free * AUTO_KV_SHARE))
     return plan_memory(spec, weights, kv=min(room, max(AUTO_KV_BYTES, one_context)), max_model_len=asked, **sizes)
 
 

@@ -82,10 +82,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("pool", [{"kv_memory": "64MiB"}, {"num_kv_blocks": 182}])
-def test_a_context_that_was_asked_for_is_never_cut_to_the_pool(path: Path, spec: DecoderSpec, pool: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^--(kv-memory 64MiB|num-kv-blocks 182): a context of 8192 tokens needs 0\.18"
-    ):
-        choose(EngineConfig.of("smollm2", max_model_len=8192, **pool), path, spec)
-    assert choose(EngineConfig.of("smollm2", **pool), path, spec).memory.context == 2912
+def test_a_context_that_was_asked_for_is_never_cut_to_the_pool(path: Path, spec: DecoderSpec) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-memory 64MiB: a context of 8192 tokens needs 0\.18 GiB"):
+        choose(EngineConfig.of("smollm2", max_model_len=8192, kv_memory="64MiB"), path, spec)
+    assert choose(EngineConfig.of("smollm2", kv_memory="64MiB"), path, spec).memory.context == 2912
+    # A restarted engine is told of the blocks that it had, and must get them.
+    assert (
+        choose(EngineConfig.of("smollm2", max_model_len=8192, num_kv_blocks=511), path, spec).settings.num_blocks == 511
+    )
