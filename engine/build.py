@@ -183,7 +183,9 @@ def plan_kv(
         except ConfigError as error:
             raise ConfigError(f"{config_words(config)}: {error}") from None
     room = plan_memory(spec, weights, max_model_len=asked, **sizes).kv
-    one_context = -(-asked // kv.block_size) * kv.block_size * token if asked else min(spec.max_position * token, int(free * AUTO_KV_SHARE))
+    one_context = min(spec.max_position * token, int(free * AUTO_KV_SHARE))
+    if asked:
+        one_context = -(-asked // kv.block_size) * kv.block_size * token
     return plan_memory(spec, weights, kv=min(room, max(AUTO_KV_BYTES, one_context)), max_model_len=asked, **sizes)
 
 

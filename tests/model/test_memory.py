@@ -1,7 +1,6 @@
 """The memory plan against what the native model really takes, and what it refuses."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
