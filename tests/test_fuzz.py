@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz import TARGETS, fuzz
 
-INPUTS = {"gguf": 300, "safetensors": 300, "template": 25, "grammar": 200, "ipc": 100, "http": 150}
+INPUTS = {"gguf": 300, "safetensors": 300, "adapter": 150, "template": 25, "grammar": 200, "ipc": 100, "http": 150}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -26,6 +26,7 @@ Float32 = npt.NDArray[np.float32]
 _F32, _W_Q8 = 0, 2
 _DENSE = {0: "f32", 1: "bf16", 2: "f16"}
 _UNUSABLE = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+MAX_RANK, MAX_ALPHA = 1 << 16, 1e6
 _PREFIX = "base_model.model."
 
 
@@ -49,7 +50,7 @@ class LoraAdapter:
         """Read an adapter's directory. Raises ConfigError in one line for what can't be merged."""
         self.directory = Path(directory)
         config = self._config()
-        rank, alpha = int(config["r"]), float(config.get("lora_alpha", config["r"]))
+        rank, alpha = config["r"], config.get("lora_alpha", config["r"])
         scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
         stored = self._tensors()
         self._factors: dict[str, _Factors] = {}
@@ -59,6 +60,9 @@ class LoraAdapter:
             if module not in stored or not rule.source.endswith(".weight"):
                 continue
             factors = _Factors(*stored[module], scale, rule)
+            a, b = factors.a.shape, factors.b.shape
+            if len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank:
+                raise ConfigError(f"adapter {self.directory}: {module} has factors {b} and {a}, its rank is {rank}")
             if factors.delta().shape != rule.shape:
                 raise ConfigError(
                     f"adapter {self.directory}: {module} changes {factors.delta().shape}, not {rule.shape}"
@@ -82,19 +86,17 @@ class LoraAdapter:
         try:
             config = json.loads((self.directory / "adapter_config.json").read_bytes())
             kind, rank = config.get("peft_type"), config["r"]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{self.directory} is no LoRA adapter: its adapter_config.json can't be used") from error
-        unusable = next(
-            (
-                key
-                for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-                if config.get(key)
-            ),
-            "",
-        )
-        if kind != "LORA" or not isinstance(rank, int) or rank < 1 or unusable or config.get("bias", "none") != "none":
-            what = unusable or (f"bias {config['bias']!r}" if kind == "LORA" and rank else f"peft_type {kind!r}")
-            raise ConfigError(f"adapter {self.directory} uses {what}, which can't be served")
+        unusable = next((key for key in _UNUSABLE if config.get(key)), "")
+        if kind != "LORA" or unusable or config.get("bias", "none") != "none":
+            what = unusable or (f"bias {config['bias']!r}" if kind == "LORA" else f"peft_type {kind!r}")
+            raise ConfigError(f"adapter {self.directory} uses {what[:100]}, which can't be served")
+        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+            raise ConfigError(f"adapter {self.directory}: r must be a whole number from 1 to {MAX_RANK}")
+        alpha = config.get("lora_alpha", rank)
+        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
+            raise ConfigError(f"adapter {self.directory}: lora_alpha must be a number up to {MAX_ALPHA:g}")
         return dict(config)
 
     def _tensors(self) -> dict[str, tuple[Float32, Float32]]:

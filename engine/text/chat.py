@@ -10,9 +10,11 @@ import contextlib
 import functools
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -28,10 +30,13 @@ from engine.errors import ConfigError, InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 RENDER_TIMEOUT_S = 2.0
-MAX_OUTPUT_CHARS = 16 << 20
+MAX_OUTPUT_CHARS = 16 << 20  # of the prompt, and of any one value
+MAX_WRITTEN_CHARS = 4 * MAX_OUTPUT_CHARS  # by all outputs, those that are caught in macros and blocks too
+MAX_MADE_BYTES = 512 << 20  # of all values together, whether or not they are still alive
 
 _CONTINUE_MARK = "\ue0c7\ue0c8\ue0c9"  # private-use characters: no message holds them, no template trims them
 _GROWING_FILTERS = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap")
+_PADDING_FILTERS = ("batch", "slice")  # make as many entries as they are told
 _PROVIDED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -125,7 +130,7 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            with self._environment.deadline(RENDER_TIMEOUT_S):
+            with self._environment.bounds(RENDER_TIMEOUT_S):
                 for piece in template.generate(**variables):
                     size += len(piece)
                     if size > MAX_OUTPUT_CHARS:
@@ -231,30 +236,59 @@ class _Dict:
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja with the names that published chat templates use, where every loop and macro watches the clock.
 
-    The bound is woven into the parsed template: each loop iterates over `watched(...)`, each macro starts with
-    a look at the clock, and products, sums and concatenations are limited in size.
+    The bounds are woven into the parsed template: each loop iterates over `watched(...)`, each macro starts with
+    a look at the clock, each output is counted, and what operators, slices, calls and filters make is limited in
+    size, each value and all together.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+            optimized=False,  # its folding of constants takes the cube of an expression's depth
+        )
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _Dict()
         del self.globals["lipsum"]  # text for placeholders, as much as is asked for
-        for name in _GROWING_FILTERS:
-            self.filters[name] = self._bounded_filter(name, self.filters[name])
-        self._clock = threading.local()
+        for name, filter in self.filters.items():
+            self.filters[name] = self._bounded_filter(name, filter)
+        self._local = threading.local()
 
-    def deadline(self, seconds: float) -> _Deadline:
-        return _Deadline(self._clock, seconds)
+    @contextlib.contextmanager
+    def bounds(self, seconds: float) -> Iterator[None]:
+        """What this thread's templates may use until its end."""
+        self._local.bounds = _Bounds(time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            del self._local.bounds
+
+    @property
+    def _bounds(self) -> _Bounds:
+        return getattr(self._local, "bounds", None) or _Bounds(float("inf"))  # constants, while it is compiled
 
     def check_clock(self) -> str:
-        if time.monotonic() > getattr(self._clock, "deadline", float("inf")):
+        if time.monotonic() > self._bounds.deadline:
             raise _OutOfBounds(f"the chat template took more than {RENDER_TIMEOUT_S:g} s over these messages")
         return ""
+
+    def written(self, value: Any, constant: int) -> str:
+        """The text of one output, and `constant` characters beside it."""
+        text = str(value)
+        bounds = self._bounds
+        bounds.written += len(text) + constant
+        if bounds.written > MAX_WRITTEN_CHARS:
+            raise _OutOfBounds(f"the chat template writes more than {MAX_WRITTEN_CHARS} characters")
+        return text
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        value = super().getitem(obj, argument)
+        return self._bounded(value) if isinstance(argument, slice) else value
 
     def watched(self, iterable: Any) -> Iterator[Any]:
         for item in iterable:
@@ -273,21 +307,27 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_clock()
-        text = getattr(__obj, "__self__", None)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        text = getattr(method, "__self__", None)
         if isinstance(text, str):
-            __self._check_growth(__obj.__name__, text, [*args, *kwargs.values()])
+            __self._check_growth(method.__name__, text, [*args, *kwargs.values()])
         return __self._bounded(super().call(__context, __obj, *args, **kwargs))
 
     def _bounded_filter(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         """The filter `name`, refused where its result may be too large."""
 
         def bounded(*args: Any, **kwargs: Any) -> Any:
+            self.check_clock()
             given = [arg for arg in args if not isinstance(arg, (jinja2.Environment, jinja2.nodes.EvalContext))]
             given = given[1:] if given and isinstance(given[0], jinja2.runtime.Context) else given
-            text = given[0] if name != "join" else (given[1] if len(given) > 1 else kwargs.get("d", ""))
-            others = given[1:] if name != "join" else given[:1]
-            self._check_growth(name, text if isinstance(text, str) else str(text), [*others, *kwargs.values()])
-            return self._bounded(filter(*args, **kwargs))
+            if name in _GROWING_FILTERS:
+                text = given[0] if name != "join" else (given[1] if len(given) > 1 else kwargs.get("d", ""))
+                others = given[1:] if name != "join" else given[:1]
+                self._check_growth(name, text if isinstance(text, str) else str(text), [*others, *kwargs.values()])
+            elif name in _PADDING_FILTERS:
+                self._check_growth(name, "", [arg * 100 for arg in [*given, *kwargs.values()] if isinstance(arg, int)])
+            value = filter(*args, **kwargs)
+            return self.watched(value) if isinstance(value, Iterator) else self._bounded(value)
 
         return functools.update_wrapper(bounded, filter)
 
@@ -307,6 +347,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _bounded(self, value: Any) -> Any:
         if _extent(value) > MAX_OUTPUT_CHARS:
             raise _OutOfBounds(f"the chat template makes a value of more than {MAX_OUTPUT_CHARS} characters")
+        bounds = self._bounds
+        bounds.made += _bytes_of(value)
+        if bounds.made > MAX_MADE_BYTES:
+            raise _OutOfBounds(f"the chat template makes values of more than {MAX_MADE_BYTES >> 20} MiB together")
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -315,11 +359,23 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             loop.iter = _environment_call("watched", [loop.iter])  # type: ignore[list-item]
         for macro in template.find_all(nodes.Macro):
             macro.body.insert(0, nodes.Output([_environment_call("check_clock", [])]))
-        return _BoundConcat().visit(template)  # type: ignore[no-any-return]
+        return _BoundTexts().visit(template)  # type: ignore[no-any-return]
 
 
-class _BoundConcat(jinja2.visitor.NodeTransformer):
-    """Replaces `a ~ b` by a call that limits the result."""
+class _BoundTexts(jinja2.visitor.NodeTransformer):
+    """Replaces `a ~ b` by a call that limits the result, and counts what is written."""
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        constants = [part for part in node.nodes if isinstance(part, nodes.TemplateData)]
+        size = sum([len(part.data) for part in constants])
+        for i, part in enumerate(node.nodes):
+            if not isinstance(part, nodes.TemplateData):
+                node.nodes[i] = _environment_call("written", [part, nodes.Const(size)])
+                size = 0
+        if size:
+            node.nodes.append(_environment_call("written", [nodes.Const(""), nodes.Const(size)]))
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -330,18 +386,22 @@ def _environment_call(name: str, args: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)
 
 
-class _Deadline:
-    """Context in which this thread's templates watch the clock."""
+@dataclass(slots=True)
+class _Bounds:
+    """What one rendering may still do."""
 
-    def __init__(self, clock: threading.local, seconds: float) -> None:
-        self._clock = clock
-        self._seconds = seconds
+    deadline: float  # by the monotonic clock
+    written: int = 0
+    made: int = 0
 
-    def __enter__(self) -> None:
-        self._clock.deadline = time.monotonic() + self._seconds
 
-    def __exit__(self, *_: object) -> None:
-        del self._clock.deadline
+def _bytes_of(value: Any) -> int:
+    """Memory of a text, or of a list and the texts in it."""
+    if isinstance(value, str):
+        return sys.getsizeof(value)
+    if isinstance(value, (list, tuple)):
+        return sys.getsizeof(value) + sum([sys.getsizeof(entry) for entry in value if isinstance(entry, str)])
+    return 0
 
 
 def _extent(value: Any) -> int:

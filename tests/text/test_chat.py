@@ -1,5 +1,7 @@
 """Rendered chats against transformers, and what a hostile template can't do."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from engine.text import chat
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
+ROOT = Path(__file__).parent.parent.parent
 USER = {"role": "user", "content": "What's <b>2 & 2</b>?"}
 CHATS: list[list[dict[str, Any]]] = [
     [USER],
@@ -151,6 +154,18 @@ HOSTILE = {
     "a join": "{{ ('a' * 99999)|join('a' * 99999) }}",
     "a list of the same": "{% set x = 'a' * 9999999 %}{{ ([x] * 9999)|join }}",
     "an indent": "{{ messages|tojson(indent=999999999) }}",
+    "a padded batch": "{{ [1]|batch(99999999, 'x')|list|length }}",
+    "many slices": "{{ []|slice(99999999)|list|length }}",
+    "large values in a chain": "{% set n = namespace(x=0) %}{% for i in range(99999) %}"
+    "{% set n.x = [n.x, 'a' * 9999999 ~ i] %}{% endfor %}",
+    "slices in a chain": "{% set b = 'a' * 9999999 %}{% set n = namespace(x=0) %}{% for i in range(99999) %}"
+    "{% set n.x = [n.x, b[1:]] %}{% endfor %}",
+    "a caught output": "{% set b = 'a' * 9999999 %}{% set x %}{% for i in range(999) %}{{ b }}{% endfor %}{% endset %}",
+    "a macro's output": "{% set b = 'a' * 9999999 %}{% macro m() %}{% for i in range(999) %}{{ b }}{% endfor %}"
+    "{% endmacro %}{{ m()|length }}",
+    "caught constants": "{% set x %}{% for i in range(99999) %}" + "a" * 9999 + "{% endfor %}{% endset %}",
+    "escapes of escapes": "{% set x = '<' * 2000000 %}{{ x" + "|forceescape" * 99 + "|length }}",
+    "quotes of quotes": "{% set x = '<' * 2000000 %}{{ x" + "|urlencode" * 99 + "|length }}",
     "placeholder text": "{{ lipsum(99999999) }}",
     "large output": "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
     "a look behind": "{{ messages[0].__class__.__mro__[1].__subclasses__() }}",
@@ -169,6 +184,24 @@ def test_a_template_that_fails_or_goes_too_far_is_an_invalid_request(
         ChatTemplate(source).render([USER])
     assert caught.value.param == "messages"
     assert source not in str(caught.value)
+
+
+def test_no_hostile_template_takes_much_memory() -> None:
+    code = """
+import resource
+from engine.errors import InvalidRequest
+from engine.text import chat
+from tests.text.test_chat import HOSTILE, USER
+chat.RENDER_TIMEOUT_S = 0.4
+resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))
+for source in HOSTILE.values():
+    try:
+        chat.ChatTemplate(source).render([USER])
+    except InvalidRequest as error:
+        assert not isinstance(error.__cause__, MemoryError), source
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_template_that_cannot_be_compiled_is_a_config_error() -> None:

@@ -184,7 +184,13 @@ def test_the_engine_takes_adapters_at_run_time_and_mixes_them(model: Path, adapt
         ({"use_dora": True}, "uses use_dora"),
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"r": 0}, "can't be served"),
+        ({"r": 0}, "whole number from 1"),
+        ({"r": True}, "whole number from 1"),
+        ({"r": 10**400}, "whole number from 1"),
+        ({"r": 5}, "its rank is 5"),
+        ({"lora_alpha": "16"}, "lora_alpha must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({"lora_alpha": 1e300}, "lora_alpha must be a number"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused_in_one_line(
