@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +42,48 @@ class Limits:
     def of(cls, ready: Ready) -> Limits:
         """Those of a loaded model."""
         return cls(ready.max_model_len, ready.vocab_size, generates=ready.generates, poolings=ready.poolings)
+
+
+# Field of the API -> its smallest and its largest value. The OpenAPI document shows the same numbers.
+RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, Limits.n),
+    "best_of": (1, 20),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logprobs": (0, Limits.logprobs),
+    "top_logprobs": (0, Limits.logprobs),
+    "prompt_logprobs": (0, Limits.logprobs),
+    "min_tokens": (0, math.inf),
+    "max_completion_tokens": (1, math.inf),
+    "max_output_tokens": (1, math.inf),
+    "seed": (-(2**63), 2**63 - 1),
+    "beam_width": (1, Limits.beam_width),
+    "length_penalty": (-10, 10),
+    "priority": (-1_000_000, 1_000_000),
+    "dimensions": (1, math.inf),
+    "top_n": (1, math.inf),
+}
+# The same for what must be above its lower end.
+OPEN_RANGES: Mapping[str, tuple[float, float]] = {
+    "repetition_penalty": (0, 1000),
+    "timeout_s": (0, 86_400),
+    "timeout_ttft_s": (0, 86_400),
+}
+
+
+def check_field(field: str, value: float) -> None:
+    """The value is within the field's range, or InvalidRequest."""
+    check_range(field, value, *RANGES[field])
+
+
+def _check_open(field: str, value: float) -> None:
+    low, high = OPEN_RANGES[field]
+    if not low < value <= high:
+        raise InvalidRequest(f"{field} must be above {low:g} and at most {high:g}, got {_shown(value)}", param=field)
 
 
 def _shown(value: object) -> str:
@@ -87,22 +129,13 @@ def stop_strings(value: str | Sequence[str] | None, limits: Limits) -> tuple[str
 def sampling_params(params: SamplingParams, limits: Limits) -> SamplingParams:
     """Check every field; fill in a random seed where there is none, so that a request is a function of itself."""
     check_range("n", params.n, 1, limits.n)
-    check_range("temperature", params.temperature, 0, 2)
-    check_range("top_p", params.top_p, 0, 1)
-    check_range("top_k", params.top_k, -1, 2**31 - 1)
-    check_range("min_p", params.min_p, 0, 1)
-    check_range("presence_penalty", params.presence_penalty, -2, 2)
-    check_range("frequency_penalty", params.frequency_penalty, -2, 2)
-    if not 0 < params.repetition_penalty <= 1000:
-        got = _shown(params.repetition_penalty)
-        raise InvalidRequest(
-            f"repetition_penalty must be above 0 and at most 1000, got {got}", param="repetition_penalty"
-        )
+    for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "min_tokens"):
+        check_field(name, getattr(params, name))
+    _check_open("repetition_penalty", params.repetition_penalty)
     if params.logprobs is not None:
         check_range("logprobs", params.logprobs, 0, limits.logprobs)
     if params.prompt_logprobs is not None:
         check_range("prompt_logprobs", params.prompt_logprobs, 0, limits.logprobs)
-    check_range("min_tokens", params.min_tokens, 0, math.inf)
     if params.max_tokens is not None:
         check_range("max_tokens", params.max_tokens, 0, math.inf)
         if params.min_tokens > params.max_tokens:
@@ -114,7 +147,7 @@ def sampling_params(params: SamplingParams, limits: Limits) -> SamplingParams:
     if params.grammar is not None:
         _check_grammar(params.grammar, limits)
     if params.seed is not None:
-        check_range("seed", params.seed, -(2**63), 2**63 - 1)
+        check_field("seed", params.seed)
     seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed & MAX_SEED
     return msgspec.structs.replace(params, seed=seed, top_k=max(params.top_k, 0))
 
@@ -143,7 +176,7 @@ def _check_beam(params: SamplingParams, limits: Limits) -> None:
     if params.beam_width == 0:
         return
     check_range("beam_width", params.beam_width, 1, limits.beam_width)
-    check_range("length_penalty", params.length_penalty, -10, 10)
+    check_field("length_penalty", params.length_penalty)
     if params.n > params.beam_width:
         raise InvalidRequest(
             f"n ({params.n}) is larger than beam_width ({params.beam_width}); a beam search returns its best beams",
@@ -216,7 +249,7 @@ def add_request(
                 code="context_length_exceeded",
             )
         params = msgspec.structs.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-    check_range("priority", priority, -1_000_000, 1_000_000)
+    check_field("priority", priority)
     if len(cache_salt) > 256:
         raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters, the limit is 256", param="cache_salt")
     return AddRequest(
@@ -258,6 +291,7 @@ def pooling_request(
             param=prompt_field,
             code="context_length_exceeded",
         )
+    check_field("priority", priority)
     params = SamplingParams(max_tokens=0, seed=0)
     return AddRequest(
         id=id,
@@ -274,6 +308,5 @@ def pooling_request(
 def _deadline(field: str, seconds: float | None, arrival: float) -> float | None:
     if seconds is None:
         return None
-    if not 0 < seconds <= 86_400:
-        raise InvalidRequest(f"{field} must be above 0 and at most 86400, got {_shown(seconds)}", param=field)
+    _check_open(field, seconds)
     return arrival + seconds

@@ -131,7 +131,9 @@ def create_app(
     for route in ROUTES:
         app.add_api_route(route.path, route.handler, methods=[route.method], response_model=None)
     _add_page(app)
-    app.openapi = lambda: document(ROUTES, service.version, service.model)  # type: ignore[method-assign]
+    app.openapi = lambda: document(  # type: ignore[method-assign]
+        ROUTES, service.version, service.model, BATCH_ENDPOINTS, tokenizer.vocab_size
+    )
     app.add_exception_handler(HTTPException, _framework_error)
     queued = frozenset(route.path for route in ROUTES if route.queued)
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, admit=service.admit, queued=queued)

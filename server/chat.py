@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequest
-from engine.validate import check_range
+from engine.validate import RANGES, check_field, check_range
 from server import tools
 from server.chunks import Chunks
 from server.generate import Entry, Generation
@@ -30,6 +30,7 @@ from server.tools import plan_for_prompt
 encode = msgspec.json.Encoder().encode
 
 MAX_MESSAGES = 2048
+METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512  # entries, characters
 QUICK_MESSAGES = 32  # rendered in well under a millisecond by any template of a model
 NULL = b"null"
 
@@ -173,9 +174,9 @@ async def prepare(service: Service, request: Request, wire: ChatRequest, raw: di
     if wire.max_completion_tokens is not None:
         name, limit = "max_completion_tokens", wire.max_completion_tokens
     if limit is not None:
-        check_range(name, limit, 1, float("inf"))
+        check_range(name, limit, *RANGES["max_completion_tokens"])
     if wire.top_logprobs is not None:
-        check_range("top_logprobs", wire.top_logprobs, 0, service.limits.logprobs)
+        check_field("top_logprobs", wire.top_logprobs)
     options = text_options(wire, service.limits)
     if plan.special_tokens:
         options = replace(options, skip_special_tokens=False)
@@ -221,10 +222,14 @@ def _check_fields(wire: ChatRequest) -> None:
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """16 pairs, keys of 64 and values of 512 characters."""
-    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+    """Few and short pairs, as the hosted API has them."""
+    if len(metadata) > METADATA_PAIRS or any(
+        len(key) > METADATA_KEY or len(value) > METADATA_VALUE for key, value in metadata.items()
+    ):
         raise InvalidRequest(
-            "metadata may have 16 pairs, with keys of 64 and values of 512 characters", param="metadata"
+            f"metadata may have {METADATA_PAIRS} pairs, with keys of {METADATA_KEY} and values of {METADATA_VALUE} "
+            "characters",
+            param="metadata",
         )
 
 

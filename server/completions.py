@@ -14,7 +14,7 @@ from starlette.responses import Response
 from engine.api import Grammar, TokenLogprobs
 from engine.errors import InvalidRequest
 from engine.text.detokenize import Detokenizer
-from engine.validate import check_range, check_token_ids
+from engine.validate import check_field, check_token_ids
 from server.chunks import Chunks
 from server.generate import Entry, Generation, Piece, finite
 from server.logprobs import LogprobsWriter
@@ -109,13 +109,13 @@ def _check_fields(wire: CompletionRequest) -> int:
     if wire.suffix:
         raise InvalidRequest("suffix needs a model that can fill in; this one can't", param="suffix")
     if wire.logprobs is not None:
-        check_range("logprobs", wire.logprobs, 0, 20)
+        check_field("logprobs", wire.logprobs)
     if wire.stream and wire.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
     n = 1 if wire.n is None else wire.n
     if wire.best_of is None:
         return n
-    check_range("best_of", wire.best_of, 1, 20)
+    check_field("best_of", wire.best_of)
     if wire.best_of < n:
         raise InvalidRequest(f"best_of ({wire.best_of}) must not be smaller than n ({n})", param="best_of")
     if wire.stream and wire.best_of > n:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from engine.api import Pooling
 from engine.errors import InvalidRequest, RequestFailed
-from engine.validate import check_range, check_token_ids, pooling_request
+from engine.validate import check_field, check_range, check_token_ids, pooling_request
 from server.generate import Generation, TextOptions
 from server.run import begin
 from server.service import Service, exchange_of, json_response, service_of
@@ -76,7 +76,7 @@ async def create_embeddings(request: Request) -> Response:
     wire, _ = await service.read(request, EmbeddingsRequest)
     service.require_model(wire.model)
     if wire.dimensions is not None:
-        check_range("dimensions", wire.dimensions, 1, float("inf"))
+        check_field("dimensions", wire.dimensions)
     keep = _kept(service, wire.truncate_prompt_tokens)
     prompts = await _prompts(service, wire.input, keep)
     vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "input")
@@ -116,7 +116,7 @@ async def rerank(request: Request) -> Response:
     wire, _ = await service.read(request, RerankRequest)
     service.require_model(wire.model)
     if wire.top_n is not None:
-        check_range("top_n", wire.top_n, 1, float("inf"))
+        check_field("top_n", wire.top_n)
     texts = [document if isinstance(document, str) else document.text for document in wire.documents]
     if not texts:
         raise InvalidRequest("documents is empty", param="documents")

@@ -29,6 +29,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, whole or as a stream of named events."""
     service = service_of(request)
     wire, _ = await service.read(request, MessagesRequest)
+    service.require_model(wire.model)
     check_range("max_tokens", wire.max_tokens, 1, float("inf"))
     raw, chat_wire = _as_chat(service, request, wire)
     chat = await prepare(service, request, chat_wire, raw, "msg_")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from server.files import PURPOSES
+from server.openapi_limits import limit
+from server.paging import MAX_LIMIT
 
 if TYPE_CHECKING:
     from server.app import Route
@@ -52,6 +54,14 @@ _UPLOAD = {
     },
 }
 
+# Of routes that give a list. `after` has to name an entry of it.
+_PAGING = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+]
+_PAGED = ("/v1/files", "/v1/batches", "/v1/responses/{id}/input_items")
+
 _GENERATING = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
 
 
@@ -70,11 +80,14 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def document(routes: Iterable[Route], version: str, model: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of `routes`, with requests to `model` as examples."""
+def document(
+    routes: Iterable[Route], version: str, model: str, endpoints: Iterable[str], vocab_size: int
+) -> dict[str, Any]:
+    """OpenAPI 3.1 of `routes`, with requests to `model` as examples. `endpoints`: what a batch may be of."""
     routes = list(routes)
     kinds = [route.body for route in routes if route.body is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    limit(components, list(endpoints), vocab_size)
     schema_of = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -112,7 +125,10 @@ def _operation(route: Route, path: str, body: dict[str, Any] | None) -> dict[str
     }
     if "{" in path:
         name = path[path.index("{") + 1 : path.index("}")]
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        schema = {"type": "integer", "minimum": 0, "maximum": 10**10 - 1} if name == "block" else {"type": "string"}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
+    if path in _PAGED and route.method == "GET":
+        operation["parameters"] = [*operation.get("parameters", []), *_PAGING]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     if path == "/v1/files" and route.method == "POST":
@@ -126,6 +142,6 @@ def _errors(route: Route, path: str) -> dict[str, Any]:
     if path.startswith("/health"):
         return {"503": {"description": "Not now.", "content": {"application/json": {"schema": {"type": "object"}}}}}
     codes = _GENERATING if route.method == "POST" else ("400", "401", "404", "500", "503")
-    if path.endswith("_lora_adapter"):
-        codes = (*codes, "403")  # without --lora-dir
+    if path.endswith("_lora_adapter") or path.startswith("/v1/kv/"):
+        codes = (*codes, "403")  # without --lora-dir, --kv-transfer-dir
     return {code: {"description": "The request was not served.", "content": error} for code in sorted(codes)}

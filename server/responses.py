@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from engine.errors import InvalidRequest, OctavoError
-from engine.validate import check_range
+from engine.validate import check_field
 from server.body import convert
 from server.chat import Chat, check_metadata, prepare
 from server.errors import reply_to
@@ -35,6 +35,7 @@ async def create_response(request: Request) -> Response:
     """Answer an input, whole, as a stream of named events, or in the background."""
     service = service_of(request)
     wire, _ = await service.read(request, ResponsesRequest, EFFECTIVE)
+    service.require_model(wire.model)
     _check(wire)
     key = _key(request)
     items = input_items(wire.input)
@@ -65,7 +66,7 @@ def _check(wire: ResponsesRequest) -> None:
     if wire.stream_options is not None and not wire.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
     if wire.max_output_tokens is not None:
-        check_range("max_output_tokens", wire.max_output_tokens, 1, float("inf"))
+        check_field("max_output_tokens", wire.max_output_tokens)
     if wire.metadata is not None:
         check_metadata(wire.metadata)
     if wire.background and wire.store is False:

@@ -36,7 +36,7 @@ from server.traces import Traces
 T = TypeVar("T", bound=msgspec.Struct)
 
 _OFF_LOOP_CHARS = 20_000  # longer texts are tokenised on a thread: the loop has streams to serve
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Service:
@@ -194,7 +194,7 @@ def exchange_of(request: Request) -> Exchange:
 
 def new_ids(prefix: str, wire: GenerationRequest, count: int) -> tuple[str, list[str]]:
     """The id that the client sees, and one for each engine request. A client's own label never has to be unique."""
-    if wire.request_id is not None and not _REQUEST_ID.fullmatch(wire.request_id):
+    if wire.request_id is not None and not REQUEST_ID.fullmatch(wire.request_id):
         raise InvalidRequest("request_id must have 1 to 128 of the characters A-Z a-z 0-9 . _ : -", param="request_id")
     shown = prefix + (wire.request_id or secrets.token_hex(12))
     base = f"{shown}-{secrets.token_hex(4)}" if wire.request_id else shown

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from engine.validate import RANGES
 from server.app import ROUTES
 from tests.server.conftest import Api
 
@@ -22,6 +23,21 @@ async def test_every_route_is_described_and_every_reference_resolves(api: Api):
             assert operation["responses"]["200"]
     for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(doc)):
         assert reference in doc["components"]["schemas"]
+
+
+async def test_the_limits_of_the_document_are_those_of_the_server(api: Api):
+    doc = (await api.http.get("/openapi.json")).json()
+    fields = doc["components"]["schemas"]["CompletionRequest"]["properties"]
+    asked = {"model": "m", "prompt": "x", "max_tokens": 2, "n": 1}
+    checked = 0
+    for name in RANGES.keys() & fields.keys():
+        (number,) = [branch for branch in fields[name]["anyOf"] if "minimum" in branch]
+        for bound, beyond in (("minimum", -1), ("maximum", 1)):
+            if bound in number and name not in ("beam_width", "length_penalty"):  # they need a search
+                error = await api.refused("/v1/completions", asked | {name: number[bound] + beyond})
+                assert error["param"] == name
+                checked += 1
+    assert checked > 15
 
 
 async def test_the_examples_run(api: Api):
