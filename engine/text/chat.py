@@ -22,7 +22,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
-from jinja2.meta import find_undeclared_variables
+from jinja2.meta import TrackingCodeGenerator
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -74,8 +74,10 @@ class ChatTemplate:
         if source is None:
             return None, frozenset()
         try:
-            variables = find_undeclared_variables(self._environment.parse(source))
-            return self._environment.from_string(source), frozenset(variables)
+            names = TrackingCodeGenerator(self._environment)
+            names.optimizer = None
+            names.visit(self._environment.parse(source))
+            return self._environment.from_string(source), frozenset(names.undeclared_identifiers)
         except Exception as error:  # not only TemplateError: a `break` outside of a loop is Python's SyntaxError
             raise ConfigError(f"the chat template of this model can't be compiled: {error}") from error
 

@@ -186,6 +186,22 @@ def test_a_template_that_fails_or_goes_too_far_is_an_invalid_request(
     assert source not in str(caught.value)
 
 
+@pytest.mark.parametrize("deep", ["{{ x" + "|urlencode" * 90 + " }}", "{{ x" + "[0]" * 90 + " }}"])
+def test_a_deep_expression_is_compiled_in_a_time_that_follows_its_length(deep: str) -> None:
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        ChatTemplate(deep)
+    finally:
+        sys.setprofile(None)
+    assert calls < 200_000
+
+
 def test_no_hostile_template_takes_much_memory() -> None:
     code = """
 import resource
