@@ -6,6 +6,7 @@ see that nothing fails by a slip; its figures mean nothing.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,8 +46,7 @@ class Bench:
     rate: float = 0.0
 
     def __post_init__(self) -> None:
-        self.device: Device = HostDevice() if self.dry else CudaDevice(torch.device("cuda:0"))
-        self.where = self.device.torch_device
+        self.where = torch.device("cpu" if self.dry else "cuda:0")
 
     def stages(self) -> list[tuple[str, float, Callable[[], Any]]]:
         """Name, seconds that must be left to begin it, and work; in order of what one wants to know first."""
@@ -93,8 +93,9 @@ class Bench:
         cells = [(2, 20)] if self.dry else [(1, 1024), (16, 1024), (64, 1024), (16, 4096)]
         context, steps = (64, 3) if self.dry else (4096 + 128, 64)
         seqs = max(batch for batch, _ in cells)
+        device: Device = HostDevice() if self.dry else CudaDevice(self.where)
         served = gpu_steps.Served(
-            spec, self.device, self._kernels(), seqs=seqs, context=context, dtype="bfloat16",
+            spec, device, self._kernels(), seqs=seqs, context=context, dtype="bfloat16",
             deterministic=deterministic,
         )  # fmt: skip
         try:
@@ -170,6 +171,7 @@ def run(model: str, device: str, deadline_s: float, report: Callable[[Stage], No
                 ok, found = True, work()
             except (OctavoError, RuntimeError, AssertionError, ImportError, OSError, ValueError) as error:
                 ok, found = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        gc.collect()  # models of gigabytes, held by cycles
         if device != "cpu":
             torch.cuda.empty_cache()
         done.append(Stage(name, ok, time.monotonic() - started, found))

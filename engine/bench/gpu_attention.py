@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.attention import AttentionBatch
+from engine.attention import AttentionBackend, AttentionBatch
 from engine.attention.cache import KVCache
 from engine.attention.encoding import STORAGE_DTYPES
 from engine.attention.gpu_kernels import AUTO, PLAIN, TENSOR, GpuKernels, Pages
@@ -74,7 +74,7 @@ def triton_correctness(device: torch.device, block_size: int = 544) -> dict[str,
 
     spec = spec_of({"hidden": 1, "layers": 1, "heads": 8, "kv_heads": 2, "head": 80, "inter": 1, "vocab": 1}, 4096)
     caches = [KVCache.allocate(1, 8, block_size, 2, 80, "bfloat16", device) for _ in range(2)]
-    backends = [TritonAttention(spec, caches[0]), ReferenceAttention(spec, caches[1])]
+    backends: list[AttentionBackend] = [TritonAttention(spec, caches[0]), ReferenceAttention(spec, caches[1])]
     tables = torch.tensor([[3, 1], [6, 0]], device=device)
     worst = 0.0
     for starts, counts in (([0, 0], [700, 40]), ([700, 40], [1, 1])):
@@ -121,7 +121,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 20)
         work()
     times = []
     for _ in range(repeats + 3):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = torch.Event(device=device, enable_timing=True), torch.Event(device=device, enable_timing=True)
         first.record()
         graph.replay()
         last.record()

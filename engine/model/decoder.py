@@ -171,7 +171,7 @@ class Decoder:
         if not tile or rows == tile:
             return F.linear(x, weight, bias)
         whole = F.pad(x, (0, 0, 0, -rows % tile))
-        return torch.cat([F.linear(part, weight, bias) for part in whole.split(tile)])[:rows]
+        return torch.cat([F.linear(part, weight, bias) for part in torch.split(whole, tile)])[:rows]
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension, in float32."""

@@ -60,7 +60,11 @@ class GpuExecutor:
         """Load the model, size the pool by what a step was seen to take, make the graphs. Raises ConfigError."""
         spec, where = self._spec, self._device.torch_device
         kind = FusedDecoder if self._fuses() else Decoder
-        return self.start_with(self.fused(kind.load(spec, self._model, STORAGE_DTYPES[self._settings.dtype], where)))
+        try:
+            decoder = self.fused(kind.load(spec, self._model, STORAGE_DTYPES[self._settings.dtype], where))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"the weights don't fit on {where}: {error}") from error
+        return self.start_with(decoder)
 
     def start_with(self, decoder: Decoder) -> Geometry:
         """The same with a decoder that is there."""
@@ -122,6 +126,7 @@ class GpuExecutor:
         """See `Executor`."""
         if self._running is not None:
             self._running.steps.close()
+            self._device.settle()
             self._running.storage.close()
 
     def _fuses(self) -> bool:
