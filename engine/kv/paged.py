@@ -253,7 +253,6 @@ class PagedKV:
 
     def swap_out(self, seq: int, computed: int) -> bool:
         record, tiers = self._sequences[seq], self._tiers
-        self._unpublish(record, computed)
         nodes = record.nodes
         tail = record.table[len(nodes) * self._span : self._blocks_for(computed)]
         bare = [node for node in nodes if not node.host]
@@ -291,7 +290,6 @@ class PagedKV:
             tiers.host.drop(copy)
         tiers.let_go(nodes)
         record.swapped = None
-        record.dirty = 0
         return True
 
     # ---------------------------------------------------------------- views

@@ -154,10 +154,8 @@ class PrefixIndex:
         try:
             for node in [*reversed(self.idle), *tiers.on_host()]:
                 path = _path(node)
-                if not all(above.disk for above in path[:-1]):
-                    continue  # without them it would never be found
                 kept.update(dict.fromkeys(path))
-                if all(tiers.store(step) for step in path):
+                if all(tiers.store(step) for step in path):  # without those above it would never be found
                     yield node
         finally:
             tiers.unpin(list(kept))

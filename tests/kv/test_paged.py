@@ -101,6 +101,15 @@ def test_a_child_that_lags_does_not_inherit_what_its_parent_published() -> None:
     assert kv.table(4)[1:] == kv.table(2)[1:3]
 
 
+def test_a_child_that_lags_counts_only_its_own_part_as_on_the_host() -> None:
+    kv = make(host=32)
+    begin(kv, 1, list(range(16)))
+    assert kv.swap_out(1, 16)
+    assert kv.swap_in(1, 16, 0)  # its four nodes have host copies now
+    kv.fork(1, 2, 6)
+    assert kv.swap_blocks(2, 6) == (1, 2)
+
+
 def test_a_full_pool_changes_nothing() -> None:
     kv = make(blocks=4)
     begin(kv, 1, list(range(10)))
@@ -366,3 +375,41 @@ def test_nothing_is_stored_without_a_disk_or_when_computing_is_cheaper() -> None
         if slow:
             kv._costs.saw_copy("disk_in", 1000, 10.0)
         assert list(kv.store()) == []
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_swapped_sequence_that_is_aborted_leaves_nothing_on_the_host(caching: bool) -> None:
+    kv = make(host=32, caching=caching)
+    begin(kv, 1, list(range(18)))
+    assert kv.swap_out(1, 18)
+    assert kv.usage().host_used == 5
+    kv.release(1)
+    kv.check()
+    assert kv.usage().host_used == (4 if caching else 0)  # copies of what is published stay, as cache
+    kv.reset()
+    kv.check()
+    assert kv.usage().host_used == 0
+
+
+def test_what_was_brought_up_from_the_host_leaves_it_from_the_leaves_too() -> None:
+    kv = make(blocks=4, host=4)
+    for seq, tokens in enumerate((list(range(16)), [90] * 16, list(range(16)), [91] * 16, [92] * 4)):
+        begin(kv, seq, tokens)
+        kv.release(seq)
+    assert begin(kv, 9, list(range(12))) == 8
+
+
+def test_what_is_on_disk_already_stays_when_something_below_it_is_stored() -> None:
+    kv = make(blocks=16, size=4, host=8, disk=5)
+    begin(kv, 1, [1] * 16)
+    kv.release(1)
+    index = dict(pair for _, keys in kv.store() for pair in keys)
+    second = make(blocks=16, size=4, host=8, disk=5, disk_index=tuple(index.items()))
+    for seq, tokens in enumerate(([3] * 16, [1] * 16 + [2] * 4)):
+        begin(second, seq, tokens)
+        second.release(seq)
+    for _, keys in second.store():
+        index.update(keys)
+    second.check()
+    third = make(blocks=16, size=4, host=8, disk=5, disk_index=tuple(index.items()))
+    assert begin(third, 1, [1] * 16 + [2] * 5) == 20
