@@ -20,6 +20,9 @@ from engine.text.grammar import compiled_text, compiler_thread, parser_limits, r
 
 MAX_CACHED = 128
 COMPILE_TIMEOUT_S = 10.0
+# Classes of tokens that are allowed or forbidden as one, beside llguidance's own (which are those of JSON strings):
+# without the one of plain ASCII a mask of `[ -~]{2000}` takes 400 microseconds instead of 20.
+SLICES = (r"[a-zA-Z ]{1,20}", r"[\x20-\x7e]{1,20}")
 
 
 class GrammarCompiler:
@@ -61,11 +64,11 @@ class GrammarCompiler:
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
-        eos = sorted(self._eos_ids)
+        eos, slices = sorted(self._eos_ids), [*LLTokenizer.general_slices(), *SLICES]
         try:
-            return LLTokenizer(self._tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
+            return LLTokenizer(self._tokenizer_json, n_vocab=self.vocab_size, eos_token=eos, slices=slices)
         except ValueError:  # it has tokens that the model gives no logits for: their bits are cut off each mask
-            return LLTokenizer(self._tokenizer_json, eos_token=eos)
+            return LLTokenizer(self._tokenizer_json, eos_token=eos, slices=slices)
 
     def close(self) -> None:
         """Stop the worker thread; grammars that wait to be compiled fail."""
