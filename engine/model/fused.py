@@ -61,7 +61,7 @@ class FusedDecoder(Decoder):
     def _mixed(self, layer: int, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         spec, at, rows = self.spec, f"layers.{layer}.", x.shape[0]
         sizes = [n * spec.head_size for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        q, k, v = (t.unflatten(1, (-1, spec.head_size)) for t in torch.split(self._linear(at + "qkv", x), sizes, dim=1))
+        q, k, v = (t.view(rows, -1, spec.head_size) for t in torch.split(self._linear(at + "qkv", x), sizes, dim=1))
         if spec.qk_norm == "head":
             q, k = self._head_norm(at + "q_norm", q), self._head_norm(at + "k_norm", k)
         return self._linear(at + "o", attend(layer, q, k, v).reshape(rows, sizes[0]))

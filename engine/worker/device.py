@@ -20,6 +20,7 @@ from engine.errors import EngineDead
 
 Bytes = npt.NDArray[np.uint8]
 Work = Callable[[], None]
+_cuda: Any = torch.cuda  # half of it has no types
 
 
 class Event(Protocol):
@@ -80,8 +81,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         torch.cuda.set_device(device)
-        self.main: Stream = _CudaStream(torch.cuda.Stream(device))
-        self.side: Stream = _CudaStream(torch.cuda.Stream(device))
+        self.main: Stream = _CudaStream(_cuda.Stream(device))
+        self.side: Stream = _CudaStream(_cuda.Stream(device))
         self._pool: Any = None  # memory that the graphs share: one runs at a time
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -90,8 +91,7 @@ class CudaDevice:
 
     def pin(self, memory: Bytes) -> None:
         """See `Device`."""
-        runtime: Any = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) if memory.nbytes else 0
+        status = int(_cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) if memory.nbytes else 0
         if status:
             raise EngineDead(
                 f"{memory.nbytes} bytes of swap space can't be pinned (status {status}): lower --swap-space"
@@ -142,7 +142,7 @@ class _CudaStream:
             work()
 
     def record(self) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = _cuda.Event(enable_timing=True)
         event.record(self.stream)
         return _CudaEvent(event)
 
@@ -152,7 +152,7 @@ class _CudaStream:
 
 
 class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Any) -> None:
         self.event = event
 
     def wait(self) -> None:

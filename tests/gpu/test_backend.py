@@ -1,5 +1,7 @@
 """The attention backend over the kernels, held against the reference backend on the same batches."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from engine.attention import AttentionBatch
 from engine.attention.cache import KVCache
 from engine.attention.gpu import GpuAttention
 from engine.attention.reference import ReferenceAttention
+from engine.build import pick_gpu_backend
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.spec import DecoderSpec
 from tests.gpu.harness import emulator
@@ -51,3 +55,48 @@ def test_a_cache_that_the_kernels_cannot_read_is_refused() -> None:
     cache = KVCache.allocate(2, 2, 544, 2, 64, "bfloat16", torch.device("cpu"))
     with pytest.raises(ConfigError, match="544"):
         GpuAttention(SPEC, cache, emulator())
+
+
+def choice(monkeypatch: pytest.MonkeyPatch, path: str, **settings: object) -> tuple[str, str]:
+    """What would be chosen on an NVIDIA GPU, with a PATH of one directory."""
+    monkeypatch.setenv("PATH", path)
+    return pick_gpu_backend(EngineConfig.of("a-model", **settings), "cuda:0", SPEC)
+
+
+@pytest.fixture
+def compilers(tmp_path: Path) -> str:
+    """A directory with an nvcc that can be found."""
+    (tmp_path / "nvcc").touch(0o755)
+    return str(tmp_path)
+
+
+def test_the_kernels_of_ours_come_first_then_triton_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, compilers: str
+) -> None:
+    assert choice(monkeypatch, compilers) == ("cuda", "GPU kernels on cuda:0")
+    name, why = choice(monkeypatch, compilers, block_size=544)
+    assert name == "triton"
+    assert "block size 544" in why
+    name, why = choice(monkeypatch, "/nowhere")
+    assert name == "triton"
+    assert "nvcc is not on the PATH" in why
+    name, why = choice(monkeypatch, compilers, kv_manager="virtual")
+    assert name == "reference"
+    assert "attention of its own" in why
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "cuda", "block_size": 544}, "block size 544"),
+        ({"attention_backend": "flashinfer"}, "not installed"),
+        ({"attention_backend": "flashinfer", "kv_cache_dtype": "int8"}, "16-bit"),
+        ({"attention_backend": "rocm"}, "drives its GPUs by cuda"),
+    ],
+)
+def test_a_backend_that_was_asked_for_is_had_or_refused(
+    monkeypatch: pytest.MonkeyPatch, compilers: str, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choice(monkeypatch, compilers, **settings)
+    assert choice(monkeypatch, compilers, attention_backend="triton") == ("triton", "on cuda:0, as asked")
