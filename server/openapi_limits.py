@@ -87,6 +87,11 @@ _ONE_OF_BOTH = [  # of a request to tokenise
     {"required": [one], "properties": {one: {"not": _NONE}, other: _NONE}}
     for one, other in (("prompt", "messages"), ("messages", "prompt"))
 ]
+_SAYS_OR_CALLS = [  # of an assistant's message
+    {"required": ["content"], "properties": {"content": {"not": _NONE}}},
+    {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    {"required": ["function_call"], "properties": {"function_call": {"not": _NONE}}},
+]
 
 
 def limit(components: dict[str, Schema], endpoints: list[str], vocab_size: int) -> None:
@@ -109,6 +114,7 @@ def limit(components: dict[str, Schema], endpoints: list[str], vocab_size: int) 
             schema["properties"][name] = _NONE
     components["BatchRequest"]["properties"]["endpoint"]["enum"] = endpoints
     components["TokenizeRequest"]["oneOf"] = _ONE_OF_BOTH
+    components["AssistantMessage"]["anyOf"] = _SAYS_OR_CALLS
 
 
 def _range(name: str) -> Schema:
