@@ -81,11 +81,13 @@ class HttpServer(uvicorn.Server):
         def protocol() -> BoundedProtocol:
             return BoundedProtocol(config=config, server_state=self.server_state, app_state={})
 
-        patience = {"ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S} if config.ssl else {}
-        self.servers = [
-            await loop.create_server(protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, **patience)
-            for sock in sockets or ()
-        ]
+        patience = HANDSHAKE_TIMEOUT_S if config.ssl else None
+        self.servers = []
+        for sock in sockets or ():
+            server = await loop.create_server(
+                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=patience
+            )
+            self.servers.append(server)
         self.started = True
 
     @contextlib.contextmanager
