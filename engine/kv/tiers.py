@@ -33,7 +33,7 @@ class Node:
         self.blocks: Blocks = ()
         self.host: Blocks = ()
         self.disk: Blocks = ()
-        self.salt = parent.salt if parent else ""  # of the root
+        self.salt: str = parent.salt if parent else ""  # of the root
         self.busy = 0  # device blocks of it that a sequence holds
         self.name = b""  # a hash of salt and all tokens from the start; only where `Tiers.named`
 
