@@ -138,7 +138,7 @@ def test_a_write_to_disk_keeps_what_the_block_was_and_a_read_waits_for_it(tmp_pa
     device, host = PlainBlocks(), HostPool(HOST, WIDTH)
     storage = KVStorage(device, host, disk(tmp_path))
     host.blocks[0] = before = 1
-    for value in range(1, 200):  # more than there are buffers; each next move overwrites the source at once
+    for value in range(1, 200):  # the next move overwrites the source at once
         storage.run((KVOp("disk_out", 0, value % DISK), KVOp("out", 3, 0)), {value % DISK: b"key %d" % value})
         storage.run((KVOp("disk_in", value % DISK, 1),), {})
         assert (host.blocks[1] == before).all()
