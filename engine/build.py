@@ -262,9 +262,9 @@ def pick_device(wanted: str) -> str:
 def pick_backend(config: EngineConfig, device: str, spec: DecoderSpec) -> tuple[str, str]:
     """("native" or "reference", why). Raises ConfigError when what was asked for can't be had."""
     wanted, isa = config.parallel.attention_backend, config.parallel.isa
-    if (ranks := config.parallel.tensor_parallel_size) > 1 and device == "cpu":
-        if wanted == "native":
-            raise ConfigError("--attention-backend native uses all cores in one process: leave --tensor-parallel-size")
+    if (ranks := config.parallel.tensor_parallel_size) > 1:
+        if wanted not in ("auto", "reference"):
+            raise ConfigError(f"--attention-backend {wanted} is of one rank: leave it on auto with several")
         return "reference", f"--tensor-parallel-size {ranks}: {ranks} ranks in torch"
     if wanted == "reference":
         return "reference", "--attention-backend reference"

@@ -6,7 +6,18 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message
+
+
+async def read_body(request: Request, most: int) -> bytes | None:
+    """The body; None as soon as it has more than `most` bytes."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            return None
+    return body
 
 
 async def respond(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Any, None]:

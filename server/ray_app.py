@@ -1,9 +1,8 @@
 """Octavo on Ray Serve, for those who run Ray already: `python -m server.ray_app replicas=4 model=smollm2 port=8000`.
 
-`Front` takes HTTP and passes each request on to an `Engine`: the whole Octavo server in one process, so every route is
-there. Requests that begin alike go to the same engine while it has room. A stream whose engine dies ends with an error
-event. Ray's own ports run code for whoever reaches them: its token authentication must be on, its dashboard stays off.
-On KubeRay a RayService names `server.ray_app:app`, with RAY_AUTH_MODE=token in its environment.
+`Front` passes each request on to an `Engine`: all of Octavo's routes in one process. Requests that begin alike go to
+one engine while it has room. A stream whose engine dies ends with an error event. Ray's ports run code for whoever
+reaches them: token authentication must be on, the dashboard stays off. A RayService names `server.ray_app:app`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from engine.errors import ConfigError, EngineDead
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from server.app import create_app
-from server.asgi_call import respond
+from server.asgi_call import read_body, respond
 from server.cli import program_version
 from server.errors import event, reply_to
 from server.serve import server_settings
@@ -38,7 +37,6 @@ from server.serve import server_settings
 OWN = {"replicas": 2, "max_replicas": 0, "ongoing": 64, "gpus": 0.0, "cpus": 1.0}  # what is no setting of Octavo's
 PREFIX_CHARS = 512  # requests that have so many in common go to the same engine
 DIED = EngineDead("the replica that served this request died; send it again")
-SCOPE = ("method", "path", "raw_path", "query_string", "headers", "http_version", "scheme")
 api = FastAPI(openapi_url=None)
 
 
@@ -83,13 +81,10 @@ class Front:
     @api.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
     async def forward(self, request: Request) -> Response:
         """Any route of Octavo's."""
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > self.max_body:
-                return Response(f"the body has more than {self.max_body} bytes", 413)
+        if (body := await read_body(request, self.max_body)) is None:
+            return Response(f"the body has more than {self.max_body} bytes", 413)
         prefix = prefix_of(body)
-        scope = {key: request.scope[key] for key in SCOPE if key in request.scope}
+        scope = {key: request.scope[key] for key in ("method", "path", "query_string", "headers", "scheme")}
         answer = self.engine.options(stream=True, multiplexed_model_id=prefix).call.remote(scope, body, prefix)
         try:
             status, headers = await anext(answer)
@@ -131,20 +126,16 @@ def app(given: dict[str, Any]) -> serve.Application:
     """The application. Raises ConfigError."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         raise ConfigError("set RAY_AUTH_MODE=token: whoever reaches Ray's ports without it runs code in the cluster")
-    settings = settings_of(given)
-    own = {name: type(default)(given.get(name, default)) for name, default in OWN.items()}
-    few, most, ongoing = own["replicas"], own["max_replicas"], own["ongoing"]
-    scaling = {"min_replicas": few, "max_replicas": max(few, most), "target_ongoing_requests": ongoing / 2}
-    resources = {"num_gpus": own["gpus"], "num_cpus": own["cpus"]}
-    engine = Engine.options(max_ongoing_requests=ongoing, autoscaling_config=scaling, ray_actor_options=resources)
-    return Front.bind(engine.bind(given), memory(settings.server.max_body_size, 0))
+    few, most, busy, gpus, cpus = (type(default)(given.get(name, default)) for name, default in OWN.items())
+    scaling = {"min_replicas": few, "max_replicas": max(few, most), "target_ongoing_requests": busy / 2}
+    resources = {"num_gpus": gpus, "num_cpus": cpus}
+    engine = Engine.options(max_ongoing_requests=busy, autoscaling_config=scaling, ray_actor_options=resources)
+    return Front.bind(engine.bind(given), memory(settings_of(given).server.max_body_size, 0))
 
 
 def main(words: list[str]) -> None:
     """A cluster of this machine alone, until it is interrupted. Raises ConfigError."""
     given = dict(word.split("=", 1) for word in words)
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     own = settings_of(given).server
     init(include_dashboard=False)
     serve.start(http_options={"host": own.host, "port": own.port})
@@ -152,4 +143,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray reads it when it is imported: begin again
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)}
+        os.execve(sys.executable, [sys.executable, "-m", "server.ray_app", *sys.argv[1:]], {**os.environ, **own})
     main(sys.argv[1:])

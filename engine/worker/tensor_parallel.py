@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +41,7 @@ log = logging.getLogger("octavo.engine")
 
 TIMEOUT = timedelta(seconds=60)  # of a collective whose other side lives and doesn't come
 STOP_S = 3.0
+START_S = 1.0
 LINE = 8  # counters are this many apart: a cache line each
 
 
@@ -99,6 +101,8 @@ class TensorParallelExecutor:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """A rank that ends by itself ends the engine: the others wait in a sum that never comes."""
         status = process.wait()
+        if self._own is None:
+            time.sleep(START_S)  # what keeps a rank from starting most often keeps rank 0 too, which says why
         if not self._closing:
             log.critical("rank %d ended (status %d), and the engine with it", rank, status)
             os._exit(1)
@@ -256,7 +260,9 @@ def main(rank: int) -> int:
     die_with_parent()
     pipe = sys.stdin.buffer
     decoder = msgspec.msgpack.Decoder(Message)
-    begin = decoder.decode(_read(pipe))
+    if not (first := _read(pipe)):
+        return 1  # the engine has gone already
+    begin = decoder.decode(first)
     assert isinstance(begin, Begin), "the first message"
     executor, _ = join(begin, rank)
     while frame := _read(pipe):

@@ -25,7 +25,7 @@ from tests.e2e.serving import ROOT, Server, free_port
 
 SMALL = ("--num-kv-blocks", "256", "--threads", "1")
 LONG = {"model": "smollm2", "max_tokens": 250, "stream": True, "logit_bias": {"2": -100, "0": -100}}
-READY_WITHIN_S = 180.0
+READY_WITHIN_S = 300.0
 
 
 class Missing(Exception):
