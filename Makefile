@@ -44,7 +44,8 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 # What the tests need of the system: name of the command = Debian package.
-TOOLS := chromium=chromium promtool=prometheus openssl=openssl node=nodejs npm=npm
+TOOLS := chromium=chromium promtool=prometheus openssl=openssl node=nodejs npm=npm \
+  aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64-static=qemu-user-static
 test-tools:
 	@for pair in $(TOOLS); do command -v $${pair%%=*} >/dev/null || missing="$$missing $${pair##*=}"; done; \
 	if [ -n "$$missing" ]; then echo "installing for the tests:$$missing"; \

@@ -1,4 +1,4 @@
-// A tiny decoder through the C ABI, for checking a set on a machine without Python (cross.py runs it under qemu).
+// A tiny decoder through the C ABI, for checking a set on a machine without Python (test_arm.py runs it under qemu).
 // Prints the logits of a prompt for three kinds of weights; exits 1 when a row's bits depend on its batch.
 #include <math.h>
 #include <stdio.h>
