@@ -159,6 +159,11 @@ class ServerConfig:
     max_tokens_policy: str = option(
         "clamp", "chat max_tokens beyond the room in the context", choices=("clamp", "refuse")
     )
+    generation_config: str = option(
+        "auto",
+        "auto: requests have the sampling defaults of the model's generation_config.json",
+        choices=("auto", "none"),
+    )
     trust_request_chat_template: bool = option(False, "allow a chat_template in a request")
     tool_parser: str = option("", "parser of tool calls (default: chosen by the template)", metavar="NAME")
     reasoning_parser: str = option("", "parser of reasoning (default: chosen by the template)", metavar="NAME")
@@ -166,17 +171,12 @@ class ServerConfig:
     kv_transfer_dir: str = option("", "directory that cached prefixes may be exported to over HTTP", metavar="DIR")
     lora_dir: str = option("", "directory whose LoRA adapters may be loaded over HTTP", metavar="DIR")
     metrics_vllm_aliases: bool = option(False, "every metric a second time under vLLM's name")
+    otlp_endpoint: str = option("", "collector that gets traces, OTLP over HTTP", form="url", metavar="URL")
     log_level: str = option("info", "", choices=("debug", "info", "warning", "error"))
-    generation_config: str = option(
-        "auto",
-        "auto: requests have the sampling defaults of the model's generation_config.json",
-        choices=("auto", "none"),
-    )
     log_prompts: bool = option(False, "write prompts to the log")
     shutdown_timeout: float = option(30.0, "time that running requests get after SIGTERM", low=0, common=True)
     watchdog_timeout: float = option(60.0, "an engine without a step for so long is restarted; 0 = never", low=0)
     max_restarts: int = option(5, "restarts in a row that get nowhere before the server exits", low=0)
-    otlp_endpoint: str = option("", "collector that gets traces, OTLP over HTTP", form="url", metavar="URL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,10 +387,6 @@ def adapters(lora: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def is_loopback(host: str) -> bool:
-    """Does only this machine reach `host`?"""
-    if host == "localhost":
-        return True
 def nth_endpoint(endpoint: str, n: int) -> str:
     """The endpoint of replica n: n ports further, or another path."""
     if not n or not endpoint:

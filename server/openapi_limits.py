@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 _NUMBERS = ("integer", "number")
 _NONE = {"type": "null"}  # fields that are known and refused
-_STOP = {
+_STOP: dict[str, Schema] = {
     "string": {"minLength": 1, "maxLength": Limits.stop_characters},
     "array": {
         "maxItems": Limits.stop_strings,
@@ -27,7 +27,7 @@ _STOP = {
 }
 _NAME = {"string": {"pattern": f"^{NAME.pattern}$"}}
 _TEXTS = {"string": {"minLength": 1}, "array": {"minItems": 1}}
-_METADATA = {
+_METADATA: dict[str, Schema] = {
     "object": {
         "maxProperties": METADATA_PAIRS,
         "propertyNames": {"maxLength": METADATA_KEY},

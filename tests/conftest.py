@@ -1,6 +1,11 @@
 """Options of the whole suite."""
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("octavo", deadline=None)
+settings.load_profile("octavo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

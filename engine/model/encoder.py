@@ -75,15 +75,17 @@ class Encoder:
         rows = sum(lengths)
         padding = -rows % ROWS
         tokens = torch.tensor([*(token for text in texts for token in text), *[0] * padding]).to(self._device)
-        places = torch.cat([*(self._places(part) for part in tokens[:rows].split(lengths)), tokens.new_zeros(padding)])
+        places = torch.cat(
+            [*(self._places(part) for part in torch.split(tokens[:rows], lengths)), tokens.new_zeros(padding)]
+        )
         x = self._normed(self._words[tokens] + self._positions[places], self._norm)
         for layer in self._layers:
             qkv = functional.linear(x, *layer["qkv"])
             mixed = torch.zeros_like(x)
-            for part, out in zip(qkv[:rows].split(lengths), mixed[:rows].split(lengths), strict=True):
+            for part, out in zip(torch.split(qkv[:rows], lengths), torch.split(mixed[:rows], lengths), strict=True):
                 out.copy_(self._attend(part.clone()))  # a copy lies the same for every text
             x = self._mixed(x, mixed, layer)
-        return [part.float() for part in x[:rows].split(lengths)]
+        return [part.float() for part in torch.split(x[:rows], lengths)]
 
     @torch.inference_mode()
     def packs_without_trace(self, most: int) -> bool:

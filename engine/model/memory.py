@@ -38,7 +38,8 @@ class MemoryPlan:
         draft = f" + draft model {_gib(self.draft)}" if self.draft else ""
         return (
             f"weights {_gib(self.weights)} + KV {_gib(self.kv)} ({tokens} tokens of {self.kv_per_token} bytes) "
-            f"+ workspace {_gib(self.workspace)}{draft} = {_gib(total)} of {_gib(self.free)} free; context {self.context}"
+            f"+ workspace {_gib(self.workspace)}{draft} = {_gib(total)} of {_gib(self.free)} free; "
+            f"context {self.context}"
         )
 
 

@@ -108,7 +108,7 @@ class DiskTier:
         """Bring a block back.
 
         Raises EngineDead when its bytes are not what was written: the prefix index counts on them for whoever comes,
-        so only a fresh engine can go on. It finds the block cleared, and checks all others, lest they end it one by one.
+        so only a fresh engine can go on. It finds the block cleared, and checks all others, lest each of them end it.
         """
         if not self._is_whole(block):
             self._records[block] = 0

@@ -126,7 +126,7 @@ def test_says_in_one_line_what_is_wrong_with_a_file(
     assert "\n" not in str(caught.value)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_changed_header_is_read_or_refused_in_one_line(good: Path, data: st.DataObject) -> None:
     content = bytearray((good / "model.safetensors").read_bytes())
@@ -202,7 +202,7 @@ def test_names_a_missing_field(field: str) -> None:
 junk = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers()))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(architecture=st.sampled_from(sorted(FAMILIES)), changes=st.dictionaries(st.sampled_from(sorted(LLAMA)), junk))
 def test_any_field_of_any_type_gives_a_spec_or_one_line(architecture: str, changes: dict[str, Any]) -> None:
     message = ""

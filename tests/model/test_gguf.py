@@ -159,7 +159,7 @@ def test_a_good_file_is_read(good: Path) -> None:
     read_everything(good)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_changed_header_is_read_or_refused_in_one_line(good: Path, data: st.DataObject) -> None:
     content = bytearray(good.read_bytes())
@@ -172,7 +172,7 @@ def test_a_changed_header_is_read_or_refused_in_one_line(good: Path, data: st.Da
     refused(good, bytes(content), read_everything)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_file_cut_short_is_refused_in_one_line(good: Path, data: st.DataObject) -> None:
     content = good.read_bytes()

@@ -158,7 +158,7 @@ def test_a_token_is_in_the_mask_when_it_can_be_consumed_unless_the_text_is_force
             break
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False), st.integers(1, 8))
 def test_rollback_restores_the_mask_and_forks_are_independent(
     compiler: GrammarCompiler, chance: random.Random, back: int

@@ -48,7 +48,7 @@ def generate(tokenizer, tokens, sizes, options, logprobs):
     return asyncio.run(go())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("include", [False, True])
 def test_text_is_cut_at_the_first_stop_string_wherever_tokens_and_deltas_end(tokenizer, include, data):

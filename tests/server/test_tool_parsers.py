@@ -201,7 +201,7 @@ PIECES = [
 SOUP = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     SOUP,
     st.lists(st.integers(0, 200), max_size=8),
@@ -221,7 +221,7 @@ def test_any_cut_of_any_text_gives_the_same_answer(
         assert whole.reasoning == text.strip()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),

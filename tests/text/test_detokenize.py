@@ -18,7 +18,7 @@ def cut(draw: Any, length: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(sorted({0, length, *inner}))]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=encodable(), data=st.data())
 def test_any_cut_of_the_tokens_gives_the_text(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -29,7 +29,7 @@ def test_any_cut_of_the_tokens_gives_the_text(tokenizer: Tokenizer, text: str, d
         assert "\ufffd" not in "".join(pieces)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(17, 49151), max_size=30), data=st.data())
 def test_any_tokens_give_what_decoding_them_at_once_gives(
     tokenizer: Tokenizer, ids: list[int], data: st.DataObject
@@ -71,7 +71,7 @@ def first_completed(text: str, stops: list[str]) -> tuple[str, str | None]:
 alphabet = st.sampled_from("abc")
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(
     text=st.text(alphabet, max_size=40),
     stops=st.lists(st.text(alphabet, min_size=1, max_size=5), max_size=4),

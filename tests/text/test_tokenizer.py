@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, InvalidRequest
@@ -49,7 +49,6 @@ def test_encodes_and_decodes_as_transformers_does(tokenizer: Tokenizer, theirs: 
             assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-@settings(deadline=None)
 @given(text=encodable())
 def test_the_bytes_of_the_tokens_of_a_text_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -187,7 +186,6 @@ def spm() -> Tokenizer:
     return Tokenizer._from_files(tokenizer_files(SENTENCEPIECE), Path("spm.gguf"))
 
 
-@settings(deadline=None)
 @given(text=st.text(st.sampled_from("helo wrdtö é日.")))
 def test_a_sentencepiece_vocabulary_merges_by_score_and_falls_back_to_bytes(spm: Tokenizer, text: str) -> None:
     ids = spm.encode(text, add_special_tokens=False)
@@ -226,7 +224,6 @@ def test_words_are_cut_by_the_expressions_that_the_models_were_trained_with() ->
     assert words_of("qwen35") == QWEN35
 
 
-@settings(deadline=None)
 @given(text=st.text(), pre=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"]))
 def test_a_byte_level_vocabulary_gives_every_text_back(text: str, pre: str) -> None:
     loaded = byte_level(pre)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention.cache import KVCache
@@ -72,7 +72,6 @@ def operations(draw: st.DrawFn) -> list[KVOp]:
     return ops
 
 
-@settings(deadline=None)
 @given(ops=operations())
 def test_runs_have_the_effect_of_the_operations_one_by_one(ops: list[KVOp]) -> None:
     device, host = PlainBlocks(), HostPool(HOST, WIDTH)
