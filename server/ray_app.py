@@ -143,7 +143,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray reads it when it is imported: begin again
-        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)}
-        os.execve(sys.executable, [sys.executable, "-m", "server.ray_app", *sys.argv[1:]], {**os.environ, **own})
-    main(sys.argv[1:])
+    # Anew: Ray reads its mode when it is imported, and finds in this module what it ships by the module's real name.
+    program = "import sys; from server.ray_app import main; main(sys.argv[1:])"
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)}
+    os.execve(sys.executable, [sys.executable, "-c", program, *sys.argv[1:]], {**os.environ, **own})
