@@ -30,6 +30,7 @@ PACKAGED = Path(__file__).resolve().parent / "_kernels.so"
 F32, BF16, F16, I8, F8E4M3, F8E5M2 = range(6)
 DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16, "int8": I8, "fp8_e4m3": F8E4M3, "fp8_e5m2": F8E5M2}
 W_F32, W_BF16, W_Q8, W_Q4 = range(4)
+PHASES = ("embedding", "norms", "qkv", "rope", "attention", "o", "gate_up", "down", "head", "waiting")  # oct_phase
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _LAYER_NORM, _NORM_POST, _NORM_SANDWICH, _PARALLEL, _GATED = 1, 2, 4, 8, 16
@@ -145,6 +146,15 @@ class Kernels:
         bf16 and int8 products."""
         return float(self.c.oct_measure(what))
 
+    def phases(self) -> dict[str, float]:
+        """Seconds that steps spent in each of PHASES since the last call.
+
+        "waiting" (for the other threads, at the end of a phase) is a part of the others.
+        """
+        seconds = (c_double * len(PHASES))()
+        self.c.oct_phases(seconds)
+        return dict(zip(PHASES, seconds, strict=True))
+
     def sample(self, sampling: Sampling) -> None:
         """Raises RequestFailed with the first row at fault."""
         if self.c.oct_sample(byref(sampling)) < 0:
@@ -244,6 +254,7 @@ def _declare(c: ctypes.CDLL) -> None:
     function("oct_model_free", None, model)
     function("oct_kv_block_bytes", c_int64, POINTER(SpecStruct), c_int32, c_int32)
     function("oct_step", c_int, model, POINTER(KV), POINTER(Batch))
+    function("oct_phases", None, POINTER(c_double))
     function("oct_sample", c_int, POINTER(Sampling))
 
 

@@ -27,6 +27,8 @@ namespace octavo {
 OCT_SETS
 #undef SET
 
+double phase_seconds[OCT_PHASES];
+
 namespace {
 
 #define SET(name) &set_##name,
@@ -157,6 +159,10 @@ OCT_API int oct_step(oct_model* m, const oct_kv* kv, const oct_batch* b) {
   if (!current) return fail("call oct_init first");
   if (!m->model.ready) return fail("the model is not finished: call oct_model_finish or oct_model_load");
   return current->step(&m->model, kv, b);
+}
+
+OCT_API void oct_phases(double* seconds) {
+  for (int i = 0; i < OCT_PHASES; i++) seconds[i] = phase_seconds[i], phase_seconds[i] = 0;
 }
 
 OCT_API int oct_sample(const oct_sampling* s) {

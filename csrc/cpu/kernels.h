@@ -91,6 +91,13 @@ typedef struct {
 } oct_batch;
 // All layers in one call: writes the KV of every row, then attends. Allocates nothing after warm-up.
 int oct_step(oct_model* m, const oct_kv* kv, const oct_batch* b);
+// Where steps spent their time, as the first thread saw it: seconds of each phase since the last call. A phase ends when
+// all threads are done with it; the waiting for them is counted once more by itself.
+enum oct_phase {
+  OCT_IN_EMBEDDING, OCT_IN_NORMS, OCT_IN_QKV, OCT_IN_ROPE /* and KV write */, OCT_IN_ATTENTION, OCT_IN_O, OCT_IN_GATE_UP,
+  OCT_IN_DOWN, OCT_IN_HEAD, OCT_IN_WAITING, OCT_PHASES
+};
+void oct_phases(double* seconds /* [OCT_PHASES] */);
 
 // ---------------------------------------------------------------- sampling
 // Stateless: out[i] is a function of row i's logits and parameters alone.

@@ -93,6 +93,7 @@ oct_model* new_model(const oct_spec* spec);  // model.cpp
 
 class ThreadPool;
 ThreadPool& pool();  // of the process, made by oct_init
+extern double phase_seconds[OCT_PHASES];  // what oct_phases gives; the first thread of a step adds to it
 
 }  // namespace octavo
 

@@ -37,6 +37,7 @@ class Runner {
   Runner(StepState& state, int thread) : s_(state), ctx_(state.ctx), spec_(state.ctx.spec()), thread_(thread) {}
 
   void run() {
+    if (thread_ == 0) phase_began_ = now();
     embed();
     for (int i = 0; i < spec_.layers; i++) layer(i);
     head();
@@ -48,6 +49,16 @@ class Runner {
   float* x(int row) { return s_.x.as<float>() + row * s_.x_stride; }
   float* y(int row) { return s_.y.as<float>() + row * s_.x_stride; }
   float* scratch_row() { return s_.row_scratch[thread_].as<float>(); }
+  // The barrier that ends a phase, or a part of it.
+  void meet(oct_phase phase) {
+    if (thread_ != 0) return ctx_.barrier();
+    const double arrived = now();
+    ctx_.barrier();
+    const double left = now();
+    phase_seconds[phase] += left - phase_began_;
+    phase_seconds[OCT_IN_WAITING] += left - arrived;
+    phase_began_ = left;
+  }
   Range my_rows() const { return range(ctx_.n_rows, thread_, ctx_.threads()); }
 
   void embed() {
@@ -62,7 +73,7 @@ class Runner {
         for (int i = 0; i < spec_.hidden; i++) x(r)[i] += scratch_row()[i];
       }
     }
-    ctx_.barrier();
+    meet(OCT_IN_EMBEDDING);
   }
 
   // A row of the residual stream, normed if there is such a norm, into an operand.
@@ -100,7 +111,7 @@ class Runner {
       put_normed(s_.attn_in, attn_forms, l.attn_norm, r);
       if (parallel) put_normed(s_.mlp_in, mlp_forms, l.mlp_norm.weight ? l.mlp_norm : l.attn_norm, r);
     }
-    ctx_.barrier();
+    meet(OCT_IN_NORMS);
 
     Target qkv = store_to(ctx_.qkv, ctx_.qkv_stride);
     const int n = ctx_.n_rows;
@@ -108,30 +119,30 @@ class Runner {
                            {&l.k, &s_.attn_in, 0, n, qkv, l.q.n},
                            {&l.v, &s_.attn_in, 0, n, qkv, l.q.n + l.k.n}};
     products(all, 3);
-    ctx_.barrier();
+    meet(OCT_IN_QKV);
     rope_and_write(ctx_, i, thread_);
-    ctx_.barrier();
+    meet(OCT_IN_ROPE);
     attend(ctx_, i, thread_);
-    ctx_.barrier();
-    convert(s_.attn_out, forms(l.o));
+    meet(OCT_IN_ATTENTION);
+    convert(s_.attn_out, forms(l.o), OCT_IN_O);
     Target out = add_to(s_.x.as<float>(), s_.x_stride, spec_.residual_scale);
     Target aside = store_to(s_.y.as<float>(), s_.x_stride);
     product(l.o, s_.attn_out, n, behind ? aside : out);
-    ctx_.barrier();
+    meet(OCT_IN_O);
 
     for (int r = rows.begin; r < rows.end; r++) {
       if (behind) add_normed(l.attn_post_norm, r);
       if (!parallel) put_normed(s_.mlp_in, mlp_forms, l.mlp_norm, r);
     }
-    ctx_.barrier();
+    meet(OCT_IN_NORMS);
     if (l.moe) {
       experts(l);
     } else {
       product(l.gate_up, s_.mlp_in, n, activation_target(s_.mid));
-      ctx_.barrier();
-      convert(s_.mid, forms(l.down));
+      meet(OCT_IN_GATE_UP);
+      convert(s_.mid, forms(l.down), OCT_IN_DOWN);
       product(l.down, s_.mid, n, behind ? aside : out);
-      ctx_.barrier();
+      meet(OCT_IN_DOWN);
     }
     if (behind) {
       for (int r = rows.begin; r < rows.end; r++) add_normed(l.mlp_post_norm, r);
@@ -160,10 +171,10 @@ class Runner {
   }
 
   // Brings the rows of an operand from the compute type into the form that the next product reads.
-  void convert(Operand& a, int wanted) {
-    convert_rows(a, wanted, ctx_.n_rows);
+  void convert(Operand& a, int wanted, oct_phase phase) {
+    convert_rows(a, wanted, ctx_.n_rows, phase);
   }
-  void convert_rows(Operand& a, int wanted, int n) {
+  void convert_rows(Operand& a, int wanted, int n, oct_phase phase) {
     const int have = ctx_.bf16_compute() ? kFormBF16 : kFormF32;
     if (!(wanted & ~have)) return;
     Range rows = range(n, thread_, ctx_.threads());
@@ -174,7 +185,7 @@ class Runner {
                                          : load(a.f32 + (int64_t)r * a.f32_stride + i));
       put_row(a, wanted & ~have, r, row);
     }
-    ctx_.barrier();
+    meet(phase);
   }
 
   // Leaves the sum over the experts of each row in y.
@@ -182,14 +193,14 @@ class Runner {
     Routing& routing = s_.routing;
     const int k = spec_.experts_per_token, n = ctx_.n_rows;
     product(l.router, s_.mlp_in, n, store_to(routing.logits.as<float>(), spec_.experts));
-    ctx_.barrier();
+    meet(OCT_IN_GATE_UP);
     if (thread_ == 0) route(routing, spec_, n);
-    ctx_.barrier();
+    meet(OCT_IN_GATE_UP);
     const int32_t *slots = routing.slots.as<int32_t>(), *starts = routing.starts.as<int32_t>();
     Range rows = my_rows();
     for (int r = rows.begin; r < rows.end; r++)
       for (int i = 0; i < k; i++) copy_row(s_.mlp_in, r, routing.inputs, slots[r * k + i]);
-    ctx_.barrier();
+    meet(OCT_IN_GATE_UP);
     int down_forms = 0;
     Product* all = routing.products[thread_].as<Product>();
     for (int e = 0; e < spec_.experts; e++) {
@@ -198,13 +209,13 @@ class Runner {
                 activation_target(routing.mid), 0};
     }
     products(all, spec_.experts);
-    ctx_.barrier();
-    convert_rows(routing.mid, down_forms, n * k);
+    meet(OCT_IN_GATE_UP);
+    convert_rows(routing.mid, down_forms, n * k, OCT_IN_DOWN);
     for (int e = 0; e < spec_.experts; e++)
       all[e] = {&l.experts[e].down, &routing.mid, starts[e], starts[e + 1] - starts[e],
                 store_to(routing.outputs.as<float>(), s_.x_stride), 0};
     products(all, spec_.experts);
-    ctx_.barrier();
+    meet(OCT_IN_DOWN);
     for (int r = rows.begin; r < rows.end; r++)
       for (int j = 0; j < spec_.hidden; j += kLanes) {
         vf sum = {};
@@ -228,7 +239,7 @@ class Runner {
   void head() {
     const oct_batch& b = *ctx_.batch;
     const Model& m = *ctx_.model;
-    ctx_.barrier();  // rows of x may have been finished by other threads
+    meet(OCT_IN_NORMS);  // rows of x may have been finished by other threads
     Range logits = range(b.n_logits, thread_, ctx_.threads());
     for (int i = logits.begin; i < logits.end; i++) put_final(b.logit_rows[i], i);
     Range hidden = range(b.n_hidden, thread_, ctx_.threads());
@@ -236,9 +247,10 @@ class Runner {
       final_norm(b.hidden_rows[i]);
       memcpy(b.hidden + (int64_t)i * spec_.hidden, scratch_row(), spec_.hidden * 4);
     }
-    ctx_.barrier();
+    meet(OCT_IN_HEAD);
     product(m.lm_head, s_.head_in, b.n_logits,
             store_to(b.logits, spec_.vocab, spec_.logit_scale, spec_.final_softcap));
+    meet(OCT_IN_HEAD);
   }
 
   void final_norm(int r) {
@@ -256,6 +268,7 @@ class Runner {
   StepContext& ctx_;
   const oct_spec& spec_;
   const int thread_;
+  double phase_began_ = 0;
 };
 
 static int check_batch(const Model& m, const oct_batch& b) {

@@ -10,8 +10,16 @@
 #include "threads.h"
 #include "tiles.h"
 
+#include <time.h>
+
 namespace octavo {
 namespace OCT_ISA {
+
+static double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
 
 struct StepContext {
   const Model* model = nullptr;

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine import native
 from engine.bench.ceilings import Ceilings, ceilings, roofline_s
 from engine.bench.drive import LOWEST_TOKEN, Bench, Job, Recorder, chat, greedy, serve, words
 from engine.core.plan import KVOp, Plan, Result, Row, SlotParams
@@ -36,6 +37,7 @@ class Point:
     forward_s: float
     sample_s: float
     roofline_s: float  # the shortest time that the ceilings allow
+    phases: dict[str, float]  # seconds of the forward pass by `native.PHASES`, the mean
 
     @property
     def share(self) -> float:
@@ -119,13 +121,14 @@ def measure(bench: Bench, repeats: int = REPEATS, served: tuple[tuple[int, int],
     settings, size = bench.settings, bench.model_size()
     lid = ceilings(settings.isa, settings.threads)
     head = bench.spec.vocab_size * bench.spec.hidden_size
-    pool = Pool(bench)
+    pool, kernels = Pool(bench), native.Kernels(native.library())
     points = []
     for kind, batch, tokens, context in _shapes(settings.max_num_seqs, settings.max_batched_tokens):
         rows = pool.rows(batch, tokens, context)
         if rows is None:
             continue
         pool.run(rows)  # the first one brings the caches into a usual state
+        kernels.phases()
         runs = [pool.run(rows) for _ in range(repeats)]
         total = batch * tokens
         points.append(
@@ -138,6 +141,7 @@ def measure(bench: Bench, repeats: int = REPEATS, served: tuple[tuple[int, int],
                 statistics.median(r.compute_s for _, r in runs),
                 statistics.median(r.sample_s for _, r in runs),
                 roofline_s(size, head, lid, bench.arithmetic, total, batch, batch * context + total),
+                {name: seconds / repeats for name, seconds in kernels.phases().items()},
             )
         )
     recorder = Recorder(bench.executor)

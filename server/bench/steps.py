@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine import machine
+from engine import machine, native
 from engine.bench.ceilings import Ceilings
 from engine.bench.drive import Bench
 from engine.bench.steps import Check, Measured, Point, check, measure
@@ -22,6 +22,7 @@ from engine.bench.steps import Check, Measured, Point, check, measure
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--repeat", type=int, default=5, help="steps of each kind; medians are reported (default: 5)")
+    parser.add_argument("--phases", action="store_true", help="where the forward passes spend their time, too")
     parser.add_argument("--no-load", dest="load", action="store_false", help="leave the chat under load out")
     parser.add_argument(
         "--check",
@@ -56,6 +57,8 @@ def main(args: argparse.Namespace) -> int:
         measured = measure(bench, max(1, args.repeat), **({} if args.load else {"served": ()}))
         print(f"model     {args.model}, products in {bench.arithmetic}, KV in {bench.settings.kv_dtype}")
         show(measured)
+        if args.phases:
+            show_phases(measured.points)
         checks = [
             check(bench, measured.samples(), measured.copy_bytes_per_s, rate, args.check_requests)
             for rate in args.check
@@ -105,6 +108,14 @@ def _row(p: Point) -> str:
     size = p.batch if p.kind == "decode" else p.tokens
     times = "".join(f"{1e3 * s:>9.2f}" for s in (p.forward_s, p.sample_s, p.roofline_s))
     return f"{size:>8}{p.context:>9}{1e3 * p.seconds:>9.2f}{p.tokens / p.seconds:>9.0f}{times}{p.share:>9.0%}"
+
+
+def show_phases(points: list[Point]) -> None:
+    print("\nphases of the forward pass, ms (waiting: for the other threads, a part of the others)")
+    print(f"{'':8}{'tokens':>7}{'context':>9}" + "".join(f"{name:>10}" for name in native.PHASES))
+    for p in points:
+        times = "".join(f"{1e3 * p.phases[name]:>10.2f}" for name in native.PHASES)
+        print(f"{p.kind:8}{p.tokens:>7}{p.context:>9}{times}")
 
 
 def show_checks(checks: list[Check]) -> None:
