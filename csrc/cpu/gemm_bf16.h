@@ -9,42 +9,61 @@ namespace OCT_ISA {
 #if defined(__AMX_BF16__)
 constexpr bool kNativeBF16 = true;
 
-// 16 or 32 rows times a panel. A step adds 32 k to each accumulator, for one row as for 32.
-template <bool kTwo>
-static __attribute__((noinline)) void amx_tile(const uint8_t* panel, const TileInput& in, float* out) {
-  const bf16* a = (const bf16*)in.a;
-  const bf16* a2 = a + 16 * in.stride;
-  const uint8_t* ahead = in.ahead;
-  const int64_t a_bytes = in.stride * 2, w_bytes = kPanel * 4;
+// One visit of up to 32 rows to a slab of a panel: some of its groups of 32 k. A step adds 32 k to each accumulator, for
+// one row as for 32; between two slabs the accumulators lie in memory, which changes no bit.
+struct AmxVisit {
+  const uint8_t* w;        // the slab
+  const bf16* a;           // first row, at the slab's first k
+  int64_t stride;          // from row to row of a, in elements
+  int groups;
+  bool first, fetch_w;     // the first slab of the panel; the weights are not in L1 yet
+  const uint8_t* ahead;    // what to fetch into L2 meanwhile, so many cache lines for each group
+  int ahead_lines;
+};
+
+// `between()` is called after each group: vector work that is done while the tile unit is busy.
+template <bool kTwo, class F> OCT_INLINE void amx_visit(const AmxVisit& v, float* c, F between) {
+  constexpr int kAhead = 3;  // groups
+  const int64_t a_bytes = v.stride * 2, w_bytes = kPanel * 4, c_bytes = kPanel * 4;
+  const bf16 *a = v.a, *a2 = a + 16 * v.stride;
+  const uint8_t *w = v.w, *ahead = v.ahead;
   tiles_fence();
-  _tile_zero(0);
-  _tile_zero(1);
-  if (kTwo) _tile_zero(2);
-  if (kTwo) _tile_zero(3);
-  for (int g = 0; g < in.groups; g++, a += 32, a2 += 32, panel += 2048) {
-    _tile_loadd(6, panel, w_bytes);
+  if (v.first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kTwo) _tile_zero(2);
+    if (kTwo) _tile_zero(3);
+  } else {
+    _tile_loadd(0, c, c_bytes);
+    _tile_loadd(1, c + 16, c_bytes);
+    if (kTwo) _tile_loadd(2, c + 16 * kPanel, c_bytes);
+    if (kTwo) _tile_loadd(3, c + 16 * kPanel + 16, c_bytes);
+  }
+  for (int g = 0; g < v.groups; g++, a += 32, a2 += 32, w += 2048) {
+    _tile_loadd(6, w, w_bytes);
     _tile_loadd(4, a, a_bytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + 64, w_bytes);
+    _tile_loadd(7, w + 64, w_bytes);
     _tile_dpbf16ps(1, 4, 7);
-    for (int line = 0; line < in.ahead_lines; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
-    ahead += in.ahead_lines * 64;
     if (kTwo) _tile_loadd(5, a2, a_bytes);
     if (kTwo) _tile_dpbf16ps(2, 5, 6);
     if (kTwo) _tile_dpbf16ps(3, 5, 7);
+    if (v.fetch_w)
+      OCT_UNROLL for (int line = 0; line < 32; line++) __builtin_prefetch(w + kAhead * 2048 + line * 64);
+    for (int line = 0; line < v.ahead_lines; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
+    ahead += v.ahead_lines * 64;
+    between();
   }
-  _tile_stored(0, out, kPanel * 4);
-  _tile_stored(1, out + 16, kPanel * 4);
-  if (kTwo) _tile_stored(2, out + 16 * kPanel, kPanel * 4);
-  if (kTwo) _tile_stored(3, out + 16 * kPanel + 16, kPanel * 4);
+  tiles_fence();
+  _tile_stored(0, c, c_bytes);
+  _tile_stored(1, c + 16, c_bytes);
+  if (kTwo) _tile_stored(2, c + 16 * kPanel, c_bytes);
+  if (kTwo) _tile_stored(3, c + 16 * kPanel + 16, c_bytes);
   tiles_fence();
 }
 
-constexpr Kernel amx_kernel() {
-  Kernel k = {32, 16, [] { configure_tiles(64); }, nullptr, {}};
-  for (int rows = 1; rows <= 32; rows++) k.tile[rows] = rows <= 16 ? amx_tile<false> : amx_tile<true>;
-  return k;
-}
+// multiply() (product.h) has a way of its own for these tiles.
+constexpr Kernel amx_kernel() { return {32, 16, [] { configure_tiles(64); }, nullptr, {}}; }
 constexpr Kernel kBF16Kernel = amx_kernel();
 #elif defined(__AVX512BF16__)
 constexpr bool kNativeBF16 = true;

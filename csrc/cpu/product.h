@@ -163,7 +163,7 @@ struct Widened {
 
 // A thread's own memory for products. forget() at the start of each phase: operands change between them.
 struct ProductScratch {
-  Buffer unpacked;
+  Buffer unpacked, sums;
   Widened widened;
   void forget() { widened.of = nullptr; }
 };
@@ -204,9 +204,74 @@ class Rows {
   const int32_t* sum_ = nullptr;
 };
 
+#if defined(__AMX_BF16__)
+// The tile whose sums are complete: its rows are finished one by one between the products of the next one.
+struct Unfinished {
+  const Target& target;
+  float* sums = nullptr;
+  int left = 0;  // rows
+  int64_t row = 0, column = 0;
+  int outputs = 0;
+  const float* bias = nullptr;
+
+  void some(int rows) {
+    if (rows > left) rows = left;
+    if (rows == 0) return;
+    finish_tile(target, sums, rows, row, column, outputs, bias);
+    sums += rows * kPanel, row += rows, left -= rows;
+  }
+};
+
+// multiply() for bf16 weights. A slab of a panel stays in L1 while all rows of the cut go by.
+static void multiply_amx(const Product& p, Range panels, Range cut, ProductScratch& scratch) {
+  constexpr int kSlabGroups = 9;
+  const Matrix& w = *p.w;
+  const Rows rows(p, scratch);
+  const TileInput in = rows.from(cut.begin);
+  const bf16* a = (const bf16*)in.a;
+  const int groups = in.groups, n = cut.end - cut.begin, tiles = (n + 31) / 32;
+  const int slabs = tiles > 1 ? (groups + kSlabGroups - 1) / kSlabGroups : 1;
+  const int64_t bytes = panel_bytes(w.kind, w.k);
+  float* sums = scratch.sums.reserve_array<float>((int64_t)tiles * 32 * kPanel);
+  Unfinished before = {p.target};
+  configure_tiles(64);
+  for (int panel = panels.begin; panel < panels.end; panel++) {
+    const uint8_t *packed = w.data + panel * bytes, *ahead = packed + bytes;
+    for (int slab = 0; slab < slabs; slab++) {
+      const Range part = range(groups, slab, slabs);
+      for (int t = 0; t < tiles; t++) {
+        const int count = n - t * 32 < 32 ? n - t * 32 : 32;
+        AmxVisit v;
+        v.w = packed + part.begin * 2048;
+        v.stride = in.stride;
+        v.a = a + t * 32 * v.stride + part.begin * 32;
+        v.groups = part.end - part.begin;
+        v.first = slab == 0, v.fetch_w = t == 0;
+        v.ahead = ahead, v.ahead_lines = 32 / tiles;
+        ahead += v.groups * v.ahead_lines * 64;
+        const int each = (before.left + v.groups - 1) / v.groups;
+        auto between = [&]() __attribute__((always_inline)) { before.some(each); };
+        float* c = sums + t * 32 * kPanel;
+        if (count > 16) amx_visit<true>(v, c, between);
+        else amx_visit<false>(v, c, between);
+        if (slab + 1 < slabs) continue;
+        before.sums = c, before.left = count, before.row = p.row0 + cut.begin + t * 32;
+        before.column = p.column + panel * kPanel;
+        before.outputs = w.n - panel * kPanel < kPanel ? w.n - panel * kPanel : kPanel;
+        before.bias = w.bias ? w.bias + panel * kPanel : nullptr;
+      }
+    }
+  }
+  before.some(32);
+}
+#endif
+
 // The panels [panels.begin, panels.end) for the rows `cut` of a product.
 static void multiply(const Product& p, Range panels, Range cut, ProductScratch& scratch) {
   const Matrix& w = *p.w;
+#if defined(__AMX_BF16__)
+  if (w.kind == kBF16) return multiply_amx(p, panels, cut, scratch);
+#endif
   const Kernel& kernel = kernel_of(w.kind, p.rows);
   const Rows rows(p, scratch);
   const int groups = rows.groups(), n = cut.end - cut.begin, tiles = (n + kernel.max_rows - 1) / kernel.max_rows;
@@ -234,12 +299,15 @@ static void multiply(const Product& p, Range panels, Range cut, ProductScratch& 
 }
 
 // In how many cuts the rows of a product are worked on: what an L2 cache holds beside the rest at a time, and enough
-// that `threads` have three panels each.
+// that `threads` have three panels each. Many rows are shared out among the threads, which then find in their caches
+// what they wrote the phase before; few are not, so that each weight is read by one thread only.
+constexpr int kOwnRows = 128;
 static int row_cuts(const Product& p, int panels, int threads) {
   const int most = (p.rows + kPanel - 1) / kPanel;
   int64_t bytes = (int64_t)p.rows * p.w->k * (form_of(p.w->kind) == kFormQ8 ? 1 : kNativeBF16 ? 2 : 4);
   int cuts = (int)((bytes + (3 << 18) - 1) / (3 << 18));
   if (panels * cuts < threads * 3) cuts = (threads * 3 + panels - 1) / panels;
+  if (p.rows >= kOwnRows * threads) cuts = (int)round_up(cuts, threads);
   return cuts < most ? cuts : most;
 }
 
