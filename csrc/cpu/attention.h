@@ -31,6 +31,8 @@ static int64_t carve_scratch(uint8_t* base, int dims, AttentionScratch& s) {
   take(s.scores, kUnitRows * kGroupKeys * 4);
   take(s.weights, kUnitRows * kGroupKeys * 4);
   take(s.factor, kUnitRows * 4);
+  take(s.low, kUnitRows * 4);
+  take(s.high, kUnitRows * 4);
   take(s.part, kUnitRows * dims * 4);
   take(s.total, kUnitRows * dims * 4);
   take(s.part_state, kUnitRows * (int64_t)sizeof(SoftmaxState));
@@ -149,6 +151,7 @@ struct UnitWalk {
     for (int r = 0; r < unit.rows; r++) {
       const uint8_t* q = (const uint8_t*)ctx.q + (row_of(r) * width + column_of(r)) * bytes;
       kernel.load_query(q, ctx.bf16_compute(), layout.head_size, dims, r, s);
+      s.low[r] = low(r), s.high[r] = position(r);
     }
   }
 
@@ -176,16 +179,25 @@ struct UnitWalk {
     }
     kernel.scores(raw, tiles, unit.rows, dims, s);
     const float* v_scale = kernel.v_scale_unit != 0 ? s.v_scale : nullptr;
-    for (int r = 0; r < unit.rows; r++) {
-      fetch_ahead(s.ahead, 2);
-      s.factor[r] = kernel.bf16_weights ? soften(r, g, v_scale, (bf16*)s.weights)
-                                        : soften(r, g, v_scale, (float*)s.weights);
-    }
+    if (kernel.bf16_weights) soften(g, v_scale, (bf16*)s.weights);
+    else soften(g, v_scale, (float*)s.weights);
     kernel.values(raw, tiles, unit.rows, dims, s);
   }
-  template <class W> float soften(int r, int g, const float* v_scale, W* weights) {
-    return softmax_group(s.scores + r * kGroupKeys, g * kGroupKeys, low(r), position(r), softmax, v_scale,
-                         s.part_state[r], weights + r * kGroupKeys);
+  template <class W> void soften(int g, const float* v_scale, W* weights) {
+    const int first = g * kGroupKeys;
+    int r = 0;
+    for (; r + kLanes <= unit.rows; r += kLanes) {
+      fetch_ahead(s.ahead, 2 * kLanes);
+      const bool all = s.low[r + kLanes - 1] <= first && s.high[r] >= first + kGroupKeys - 1;
+      (all ? softmax_rows<true, W> : softmax_rows<false, W>)(s.scores + r * kGroupKeys, first, s.low + r, s.high + r,
+                                                             softmax, v_scale, s.part_state + r,
+                                                             weights + r * kGroupKeys, s.factor + r);
+    }
+    for (; r < unit.rows; r++) {
+      fetch_ahead(s.ahead, 2);
+      s.factor[r] = softmax_group(s.scores + r * kGroupKeys, first, s.low[r], s.high[r], softmax, v_scale,
+                                  s.part_state[r], weights + r * kGroupKeys);
+    }
   }
 
   // What comes after group g of a split's groups from ... to: the next group of this head, or, where a thread has only
@@ -213,10 +225,7 @@ struct UnitWalk {
     for (int r = 0; r < unit.rows; r++) s.total_state[r] = {kNothing, 0};
     memset(s.total, 0, (size_t)unit.rows * (size_t)dims * 4);
   }
-  void merge_part() {
-    for (int r = 0; r < unit.rows; r++)
-      merge_split(s.total_state[r], s.total + r * dims, s.part_state[r], s.part + r * dims, dims);
-  }
+  void merge_part() { merge_splits(s.total_state, s.total, s.part_state, s.part, unit.rows, dims); }
   void write_total() {
     for (int r = 0; r < unit.rows; r++) {
       vf sum = splat(s.total_state[r].sum);
@@ -241,13 +250,14 @@ struct UnitWalk {
   }
   void merge_saved() {
     start_total();
-    for (int split = 0; split < unit.splits; split++)
+    for (int split = 0; split < unit.splits; split++) {
       for (int r = 0; r < unit.rows; r++) {
         const float* from = partial(split, r);
-        SoftmaxState state;
-        memcpy(&state, from + dims, sizeof state);
-        merge_split(s.total_state[r], s.total + r * dims, state, from, dims);
+        memcpy(s.part + r * dims, from, (size_t)dims * 4);
+        memcpy(&s.part_state[r], from + dims, sizeof(SoftmaxState));
       }
+      merge_part();
+    }
     write_total();
   }
 };

@@ -30,6 +30,7 @@ struct AttentionScratch {
   float* scores;          // [kUnitRows][64]
   void* weights;          // [kUnitRows][64] in the kernel's type
   float* factor;          // [kUnitRows]
+  int *low, *high;        // [kUnitRows], first and last key that a row sees
   float *part, *total;    // [kUnitRows][dims]
   SoftmaxState *part_state, *total_state;  // [kUnitRows]
   float* v_scale;         // [64]

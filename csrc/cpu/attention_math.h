@@ -111,14 +111,87 @@ OCT_INLINE float softmax_group(const float* scores, int first_key, int low, int 
              : softmax_keys<false>(scores, first_key, low, high, params, v_scale, state, weights);
 }
 
-// (total, out) becomes the merge of itself and a later split's (part, values).
-static __attribute__((noinline)) void merge_split(SoftmaxState& total, float* out, const SoftmaxState& part,
-                                                  const float* values, int dims) {
-  float highest = total.maximum > part.maximum ? total.maximum : part.maximum;
-  vf a = exp2_negative(splat(total.maximum - highest)), b = exp2_negative(splat(part.maximum - highest));
-  total.maximum = highest;
-  total.sum = total.sum * a[0] + part.sum * b[0];
-  for (int d = 0; d < dims; d += kLanes) store(out + d, load(out + d) * a + load(values + d) * b);
+// One vector from kLanes of them: lane i is vector i folded by f as sum_lanes and max_lanes fold, bit for bit.
+template <class F> OCT_INLINE vf fold_each(vf* v, F f) {
+  OCT_UNROLL for (int half = kLanes / 2; half; half /= 2) {
+    // A vector holds the folded parts of kLanes / (2 * half) rows one after the other, each of 2 * half lanes.
+    vi first, second;
+    for (int i = 0; i < kLanes; i++) {
+      first[i] = i / half * 2 * half + i % half;
+      second[i] = first[i] + half;
+    }
+    OCT_UNROLL for (int i = 0; i < half; i++)
+      v[i] = f(__builtin_shuffle(v[2 * i], v[2 * i + 1], first), __builtin_shuffle(v[2 * i], v[2 * i + 1], second));
+  }
+  return v[0];
+}
+
+// softmax_group for kLanes rows at a time, with its bits: what one row does alone after the other is done side by side.
+// low, high, state, factor: of each row. scores and weights: [kLanes][64].
+template <bool kAll, class W>
+static __attribute__((noinline)) void softmax_rows(float* scores, int first_key, const int* low, const int* high,
+                                                   const SoftmaxParams& params, const float* v_scale,
+                                                   SoftmaxState* state, W* weights, float* factor) {
+  constexpr int kVectors = kGroupKeys / kLanes;
+  auto seen = [&](int r, int i) __attribute__((always_inline)) {
+    vi key = lane_numbers() + splat_i32(first_key + i * kLanes);
+    return (key >= splat_i32(low[r])) & (key <= splat_i32(high[r]));
+  };
+  vf each[kLanes];
+  for (int r = 0; r < kLanes; r++) {
+    vf top = splat(kNothing);
+    OCT_UNROLL for (int i = 0; i < kVectors; i++) {
+      float* at = scores + r * kGroupKeys + i * kLanes;
+      vf t = load(at) * splat(params.scale);
+      if (params.capped) t = splat(params.cap) * tanh(t);
+      store(at, t);
+      top = max(kAll ? t : seen(r, i) ? t : splat(kNothing), top);
+    }
+    each[r] = top;
+  }
+  float maxima[kLanes], sums[kLanes];
+  for (int r = 0; r < kLanes; r++) maxima[r] = state[r].maximum, sums[r] = state[r].sum;
+  const vf before = load(maxima);
+  const vf highest = max(fold_each(each, [](vf a, vf b) { return max(a, b); }), before);
+  const vf shrink = exp2_negative(before - highest);
+  float tops[kLanes];
+  store(tops, highest);
+  for (int r = 0; r < kLanes; r++) {
+    const vf top = splat(tops[r]);
+    vf total = {};
+    OCT_UNROLL for (int i = 0; i < kVectors; i++) {
+      vf w = exp2_negative(load(scores + r * kGroupKeys + i * kLanes) - top);
+      if (!kAll) w = seen(r, i) ? w : (vf){};
+      total += w;
+      if (v_scale) w = w * load(v_scale + i * kLanes);
+      if (!kAll) w = seen(r, i) ? w : (vf){};
+      store_weight(weights + r * kGroupKeys + i * kLanes, w);
+    }
+    each[r] = total;
+  }
+  store(sums, load(sums) * shrink + fold_each(each, [](vf a, vf b) { return a + b; }));
+  store(factor, shrink);
+  for (int r = 0; r < kLanes; r++) state[r] = {tops[r], sums[r]};
+}
+
+// (total, out) of each row becomes the merge of itself and a later split's (part, values). out, values: [rows][dims].
+static __attribute__((noinline)) void merge_splits(SoftmaxState* total, float* out, const SoftmaxState* part,
+                                                   const float* values, int rows, int dims) {
+  for (int row0 = 0; row0 < rows; row0 += kLanes) {
+    const int n = rows - row0 < kLanes ? rows - row0 : kLanes;
+    float before[kLanes] = {}, added[kLanes] = {}, a[kLanes], b[kLanes], highest[kLanes];
+    for (int i = 0; i < n; i++) before[i] = total[row0 + i].maximum, added[i] = part[row0 + i].maximum;
+    store(highest, max(load(before), load(added)));
+    store(a, exp2_negative(load(before) - load(highest)));
+    store(b, exp2_negative(load(added) - load(highest)));
+    for (int i = 0; i < n; i++) {
+      SoftmaxState& state = total[row0 + i];
+      state = {highest[i], state.sum * a[i] + part[row0 + i].sum * b[i]};
+      const int64_t at = (int64_t)(row0 + i) * dims;
+      for (int d = 0; d < dims; d += kLanes)
+        store(out + at + d, load(out + at + d) * splat(a[i]) + load(values + at + d) * splat(b[i]));
+    }
+  }
 }
 
 }  // namespace OCT_ISA
