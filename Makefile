@@ -54,7 +54,7 @@ test-tools:
 test: check test-tools
 	$(BIN)/octavo pull smollm2
 	$(BIN)/octavo pull all-minilm-l6-v2
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # Kernels in the emulator, under sanitizers, and compiled for every GPU target that a compiler is here for.
 check-gpu: $(VENV)/.installed-test
