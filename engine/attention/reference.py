@@ -26,12 +26,15 @@ class ReferenceAttention:
         """Resolve each sequence's block table into the token slots of positions 0 .. its last row."""
         size = self._cache.block_size
         device = self._cache.layers[0].device
+        window = self._spec.widest_window
         self._slot_mapping = batch.slot_mapping
         self._sequences = []
         for i, line in enumerate(batch.slots):
             first, last = batch.q_start[i], batch.q_start[i + 1]
             position = batch.pos_start[i]
             steps = torch.arange(position + last - first, device=device)
+            if window:  # blocks wholly behind it may be another sequence's by now: masked, whatever is read instead
+                steps = steps.clamp(min=max(0, position - window + 1))
             blocks = batch.tables[line][torch.div(steps, size, rounding_mode="floor")]
             self._sequences.append((first, last, position, blocks * size + steps % size))
 

@@ -335,6 +335,7 @@ def make_kv(geometry: Geometry, settings: CoreSettings, costs: Costs) -> KVManag
             disk_index=geometry.disk_index,
             caching=settings.enable_prefix_caching,
             events=settings.kv_events,
+            window=geometry.window,
         )
     slots = min(settings.max_num_seqs, geometry.max_num_seqs)
     pages = geometry.pages_per_slot or -(-geometry.max_model_len // geometry.block_size)

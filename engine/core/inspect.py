@@ -21,7 +21,8 @@ def memory(kv: KVManager, geometry: Geometry, ledger: Ledger) -> dict[str, Any]:
     names: dict[int, Sequence] = {seq.id: seq for r in ledger.requests.values() for seq in r.sequences}
     filled: dict[int, int] = {}
     for seq in names.values():
-        for i, block in enumerate(kv.table(seq.id) if seq.status is Status.RUNNING else ()):
+        running = seq.status is Status.RUNNING
+        for i, block in enumerate(_held_by(kv, seq), kv.behind(seq.id)) if running else ():
             tokens = max(0, min(geometry.block_size, seq.computed - i * geometry.block_size))
             filled[block] = max(filled.get(block, 0), tokens)
     blocks: list[dict[str, Any]] = [
@@ -65,7 +66,7 @@ def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: f
     for id in held:
         states[cells[id]] = _MORE[_FREE]
     running = [s for r in ledger.requests.values() for s in r.sequences if s.status is Status.RUNNING]
-    tables = {seq.id: [cells[id] for id in kv.table(seq.id)] for seq in running}
+    tables = {seq.id: [cells[id] for id in _held_by(kv, seq)] for seq in running}
     for table in tables.values():
         for cell in table:
             states[cell] = _MORE[states[cell]]
@@ -78,7 +79,9 @@ def live(kv: KVManager, geometry: Geometry, ledger: Ledger, stats: Stats, now: f
                 "request": seq.request.add.id,
                 "choice": seq.choice,
                 "table": tables.get(seq.id, []),
-                "host_blocks": -(-seq.confirmed // geometry.block_size) if seq.status is Status.SWAPPED else 0,
+                "host_blocks": -(-seq.confirmed // geometry.block_size) - kv.behind(seq.id)
+                if seq.status is Status.SWAPPED
+                else 0,
             }
             for request in ledger.requests.values()
             for seq in request.sequences
@@ -103,8 +106,9 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
     holders = [names[s] for s in view.holders]
     tokens: tuple[int, ...] = kv.content(view.id)
     if not tokens and holders:
-        table = list(kv.table(holders[0].id))
-        at = table.index(view.id) * geometry.block_size if view.id in table else holders[0].computed
+        table, behind = _held_by(kv, holders[0]), kv.behind(holders[0].id)
+        known = view.id in table
+        at = (behind + table.index(view.id)) * geometry.block_size if known else holders[0].computed
         tokens = tuple(holders[0].tokens[at : min(at + geometry.block_size, holders[0].computed)])
     return {
         "id": id,
@@ -112,6 +116,11 @@ def block(kv: KVManager, geometry: Geometry, ledger: Ledger, id: int) -> dict[st
         "holders": [{"request": h.request.add.id, "choice": h.choice} for h in holders],
         "tokens": list(tokens),
     }
+
+
+def _held_by(kv: KVManager, seq: Sequence) -> list[int]:
+    """Its blocks, in the order of its tokens; those behind a window were given back."""
+    return list(kv.table(seq.id)[kv.behind(seq.id) :])
 
 
 def _cells(kv: KVManager, held: Iterable[int]) -> Mapping[int, int] | range:

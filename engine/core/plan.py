@@ -130,6 +130,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     bytes_per_block: int
     hidden_size: int = 0
+    window: int = 0  # tokens before a row's first one that its attention may read, in any layer; 0 = all
     pages_per_slot: int = 0  # virtual-contiguous storage: page p of slot s is block s * pages_per_slot + p
     identity: dict[str, str] = {}  # what decides the bytes of a block: equal ones can exchange blocks
     disk_index: tuple[tuple[int, bytes], ...] = ()  # intact disk blocks of an earlier run, with their `disk_keys`

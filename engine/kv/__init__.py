@@ -77,10 +77,16 @@ class KVManager(Protocol):
         """Make [computed, total) writable by this sequence alone; False, and nothing changed, when full."""
 
     def commit(self, seq: int, tokens: Sequence[int], computed: int) -> None:
-        """tokens[:computed] have their KV now: it may be shared with later sequences."""
+        """tokens[:computed] have their KV now: it may be shared with later sequences, and is given back where it lies
+
+        behind every later row's window. No row of the sequence begins before `computed` from here on.
+        """
 
     def fork(self, parent: int, child: int, computed: int) -> bool:
-        """Begin `child` with the parent's KV of [0, computed); False when that would need room."""
+        """Begin `child` with the parent's KV of [0, computed); False when that would need room, or what the parent
+
+        has given back.
+        """
 
     def survives(self, seq: int) -> int:
         """Tokens of this sequence whose KV others hold too, so that a release loses nothing of them."""
@@ -98,7 +104,10 @@ class KVManager(Protocol):
         """Give everything back. Idempotent; the only way to end a sequence."""
 
     def table(self, seq: int) -> Sequence[int]:
-        """Logical to physical blocks; [] while swapped out."""
+        """Logical to physical blocks, the first `behind` of them without meaning; [] while swapped out."""
+
+    def behind(self, seq: int) -> int:
+        """Leading blocks that the sequence has given back, because they lie behind its window."""
 
     def changes(self, seq: int) -> tuple[int, tuple[int, ...]]:
         """(first changed index, table from there on) since the last call; (0, ()) when nothing changed."""

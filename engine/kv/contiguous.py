@@ -182,6 +182,9 @@ class ContiguousKV:
         first = row * self.pages_per_row
         return range(first, first + self._used[row])
 
+    def behind(self, seq: int) -> int:
+        return 0
+
     def changes(self, seq: int) -> tuple[int, tuple[int, ...]]:
         record = self._rows[seq]
         start, used = record.dirty, self._used[record.row]

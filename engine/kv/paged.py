@@ -4,6 +4,9 @@ table    [ b0 | b1 | b2 | b3 ]        block i holds the KV of tokens i*block_siz
 nodes    [ n0 | n1 ]                  the published part: the trie's nodes on this sequence's path
          0        committed   computed    room
          published | own blocks  | writable, nothing in it yet
+
+Where every layer has a sliding window, a sequence gives back the blocks that lie wholly behind it: table[:behind] are
+holes then. Its nodes are no longer all held, so the index may lose them; the last one tells, for it goes first.
 """
 
 from __future__ import annotations
@@ -23,21 +26,24 @@ TOKENS_PER_NODE_OF_SINGLE = 16  # with block_size 1 a node covers this many toke
 
 STORED_AT_ONCE = 64  # operations of one part of `store`
 
+HOLE = 0  # stands in a table for a block that was given back; nothing reads there, but the id must be one of a block
+
 
 class _Sequence:
     """What one sequence holds."""
 
-    __slots__ = ("dirty", "next_publish", "nodes", "promotion", "room", "salt", "swapped", "table")
+    __slots__ = ("behind", "dirty", "next_publish", "nodes", "promotion", "room", "salt", "swapped", "table")
 
     def __init__(self, salt: str, next_publish: int) -> None:
         self.salt = salt
         self.table: list[int] = []
+        self.behind = 0  # table[:behind] are holes
         self.nodes: list[Node] = []
         self.next_publish = next_publish  # once so many tokens are computed, another node can be published
         self.room = 0  # [computed, room) is writable as it is; 0 = look
         self.dirty = 0  # table[dirty:] was not sent yet
         self.promotion: Promotion | None = None
-        self.swapped: Blocks | None = None  # host copies of what follows `nodes`, while swapped out
+        self.swapped: Blocks | None = None  # host copies of what follows `nodes` and the holes, while swapped out
 
 
 class PagedKV:
@@ -54,9 +60,14 @@ class PagedKV:
         disk_index: tuple[tuple[int, bytes], ...] = (),
         caching: bool = True,
         events: bool = False,
+        window: int = 0,
     ) -> None:
-        """`disk_index`: blocks of an earlier run that are still in the disk tier, by the keys that `drain` gave."""
+        """`disk_index`: blocks of an earlier run that are still in the disk tier, by the keys that `drain` gave.
+
+        `window`: see `Geometry`.
+        """
         self.block_size = block_size
+        self._window = window
         self._caching = caching
         self._costs = costs
         self._pool = BlockPool(num_blocks)
@@ -184,6 +195,10 @@ class PagedKV:
         record.room = len(table) * self.block_size
         return True
 
+    def _behind(self, computed: int) -> int:
+        """Leading blocks, of whole nodes, that a row which begins at `computed` doesn't read."""
+        return max(0, computed - self._window) // self._node_tokens * self._span
+
     def _unpublish(self, record: _Sequence, computed: int) -> None:
         """The cursor never stands beyond `computed`: what is written again must be published again."""
         while len(record.nodes) * self._node_tokens > computed:
@@ -192,8 +207,24 @@ class PagedKV:
 
     def commit(self, seq: int, tokens: Sequence[int], computed: int) -> None:
         record = self._sequences[seq]
-        while record.next_publish <= computed and self._caching:
+        while record.next_publish <= computed and self._caching and self._linked(record):
             self._publish_next(record, tokens)
+        if self._window:
+            self._give_back(record, self._behind(computed - 1))  # a choice that forks computes the last token again
+
+    def _linked(self, record: _Sequence) -> bool:
+        """Is its path still in the index, so that the next of its blocks can be hung below it?"""
+        nodes = record.nodes
+        return len(nodes) * self._span >= record.behind and (not nodes or bool(nodes[-1].blocks))
+
+    def _give_back(self, record: _Sequence, behind: int) -> None:
+        """Let go of table[:behind]; what was published of it stays cached until the room is needed."""
+        if behind <= record.behind:
+            return
+        for i in reversed(range(record.behind, behind)):
+            self.index.drop(record.table[i])
+            record.table[i] = HOLE
+        record.behind = behind
 
     def _publish_next(self, record: _Sequence, tokens: Sequence[int]) -> None:
         index, n, span = self.index, len(record.nodes), self._span
@@ -213,9 +244,12 @@ class PagedKV:
     def fork(self, parent: int, child: int, computed: int) -> bool:
         assert child not in self._sequences, "a sequence is begun once"
         source = self._sequences[parent]
+        if source.behind and source.behind > self._behind(computed):
+            return False
         record = self._sequences[child] = _Sequence(source.salt, self._node_tokens)
         record.table = source.table[: self._blocks_for(computed)]
-        for block in record.table:
+        record.behind = source.behind
+        for block in record.table[record.behind :]:
             self.index.hold(block)
         record.nodes = list(source.nodes)
         self._unpublish(record, computed)  # the child may lag: it doesn't inherit the cursor
@@ -230,14 +264,17 @@ class PagedKV:
             for copy in record.swapped:
                 self._tiers.host.drop(copy)
             self._tiers.let_go(record.nodes)
-        for block in reversed(record.table):
+        for block in reversed(record.table[record.behind :]):
             self.index.drop(block)
 
     # ---------------------------------------------------------------- swapping
 
     def survives(self, seq: int) -> int:
+        record = self._sequences[seq]
+        if record.behind:
+            return 0
         refs, owner, n = self._pool.refs, self.index.owner, 0
-        for block in self._sequences[seq].table:
+        for block in record.table:
             if refs[block] - (owner[block] is not None) < 2:
                 break
             n += 1
@@ -247,14 +284,14 @@ class PagedKV:
         if not self._tiers.host.size:
             return None
         record = self._sequences[seq]
-        total = self._blocks_for(computed)
-        kept = sum(1 for node in record.nodes if node.host) * self._span
+        total = self._blocks_for(computed) - record.behind
+        kept = 0 if record.behind else sum(1 for node in record.nodes if node.host) * self._span
         return max(0, total - kept), total
 
     def swap_out(self, seq: int, computed: int) -> bool:
         record, tiers = self._sequences[seq], self._tiers
-        nodes = record.nodes
-        tail = record.table[len(nodes) * self._span : self._blocks_for(computed)]
+        nodes = [] if record.behind else record.nodes  # a path with holes is no longer relied upon
+        tail = record.table[max(len(nodes) * self._span, record.behind) : self._blocks_for(computed)]
         bare = [node for node in nodes if not node.host]
         tiers.pin(nodes)
         if not tiers.room(len(bare) * self._span + len(tail)):
@@ -266,9 +303,10 @@ class PagedKV:
             tiers.hold(node)
         tiers.unpin(nodes)
         record.swapped = tiers.copy_out(tail)
-        for block in reversed(record.table):
+        for block in reversed(record.table[record.behind :]):
             self.index.drop(block)
         record.table = []
+        record.nodes = nodes
         record.room = 0
         return True
 
@@ -278,9 +316,10 @@ class PagedKV:
         nodes = record.nodes
         resident = sum(1 for node in nodes if node.blocks)
         busy = sum(1 for node in nodes[:resident] if node.busy)
-        if self._blocks_for(total) - busy * self._span + spare > index.available:
+        if self._blocks_for(total) - record.behind - busy * self._span + spare > index.available:
             return False
         record.nodes = []
+        record.table = [HOLE] * record.behind
         self._claim(record, nodes, resident)
         assert len(record.nodes) == len(nodes), "a swapped sequence's nodes have host copies"
         tail = [index.take() for _ in record.swapped]
@@ -296,6 +335,9 @@ class PagedKV:
 
     def table(self, seq: int) -> Sequence[int]:
         return self._sequences[seq].table
+
+    def behind(self, seq: int) -> int:
+        return self._sequences[seq].behind
 
     def changes(self, seq: int) -> tuple[int, tuple[int, ...]]:
         record = self._sequences[seq]
@@ -351,7 +393,7 @@ class PagedKV:
     def blocks(self) -> list[BlockView]:
         holders: dict[int, list[int]] = {}
         for seq, record in self._sequences.items():
-            for block in record.table:
+            for block in record.table[record.behind :]:
                 holders.setdefault(block, []).append(seq)
         return [
             BlockView(block, refs, self.index.owner[block] is not None, tuple(holders.get(block, ())))
@@ -370,7 +412,7 @@ class PagedKV:
     def check(self) -> None:
         device, host, disk = [0] * self._pool.size, [0] * self._tiers.host.size, [0] * self._tiers.disk.size
         for record in self._sequences.values():
-            for block in record.table:
+            for block in record.table[record.behind :]:
                 device[block] += 1
             if record.swapped is not None:
                 for copy in (*record.swapped, *(copy for node in record.nodes for copy in node.host)):

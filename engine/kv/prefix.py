@@ -4,8 +4,10 @@ RadixAttention (Zheng et al., SGLang, arXiv 2312.07104) without compressed edges
 node is never split and a sequence's place in the trie is a cursor. The index holds a reference to each block
 like any sequence does; a block that it alone holds is evictable.
 
-Invariant: a sequence that holds a block holds all blocks before it, and lets go from the tail. So what hangs
-below a node became idle before it, and evicting in the order of `idle` takes leaves first.
+Invariant: what lies above a node that has device blocks has some too. A sequence holds all blocks before one that it
+holds and lets go from the tail, so what hangs below a node became idle before it, and the order of `idle` takes leaves
+first. One behind whose window blocks were given back does not: a victim may then have nodes below it, idle or held by
+such sequences alone, and they leave the index before it, the deepest first.
 """
 
 from __future__ import annotations
@@ -130,20 +132,35 @@ class PrefixIndex:
             self.events.stored(node)
 
     def _evict(self) -> None:
-        """Free the blocks of the node that was idle for longest; a lower tier may keep a copy."""
-        node, _ = self.idle.popitem(last=False)
-        self.tiers.keep(node)
-        self._unplace(node)
-        if not node.kept:
-            self.tiers.forget(node)
+        """Free the blocks of the node that was idle for longest or of one below it; a lower tier may keep a copy."""
+        freed = False
+        while not freed:
+            node = self._victim()
+            freed = node in self.idle
+            self.tiers.keep(node)
+            self._unplace(node)
+            if not node.kept:
+                self.tiers.forget(node)
+
+    def _victim(self) -> Node:
+        """A node without device nodes below it: the one that was idle for longest, or below that one."""
+        victim = next(iter(self.idle))
+        while below := next((child for child in victim.children.values() if child.blocks), None):
+            victim = below
+            if victim in self.idle:
+                self.idle.move_to_end(victim, last=False)  # those above it come next, without a search
+        return victim
 
     def _unplace(self, node: Node) -> None:
+        """The index lets go of the node's blocks."""
         if self.events is not None:
             self.events.removed(node)
+        self.idle.pop(node, None)
         for block in node.blocks:
             self.owner[block] = None
             self.pool.drop(block)
         node.blocks = ()
+        node.busy = 0
 
     def store(self) -> Iterator[Node]:
         """Give idle nodes a copy on disk, the most recently used first, each after those above it."""
@@ -163,7 +180,7 @@ class PrefixIndex:
     def reset(self) -> None:
         """Forget every prefix that no sequence, running or swapped out, relies on."""
         while self.idle:
-            node, _ = self.idle.popitem(last=False)
+            node = self._victim()
             self._unplace(node)
             self.tiers.forget_copies(node)
             if not node.kept:

@@ -70,6 +70,12 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_topk_prob: bool = True
     layers: tuple[LayerSpec, ...] = ()
 
+    @property
+    def widest_window(self) -> int:
+        """Tokens that a token's attention reads at most, in any layer, its own included; 0 = all."""
+        windows = [layer.window for layer in self.layers]
+        return max(windows, default=0) if all(windows) else 0
+
 
 WEIGHT_ROLES = """
 Canonical weight names (the loaders map every checkpoint to these; shapes as [out, in], row major):

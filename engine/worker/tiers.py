@@ -22,6 +22,7 @@ from engine.worker.settings import ExecutorSettings, host_blocks
 Bytes = npt.NDArray[np.uint8]
 PAGE = mmap.PAGESIZE
 HEADER = 64
+READ_TOGETHER = 128  # keys: kernels read whole groups of them, at most so many, and mask what lies before a window
 
 
 class HostPool:
@@ -181,6 +182,7 @@ def geometry_of(
         vocab_size=spec.vocab_size,
         bytes_per_block=bytes_per_block,
         hidden_size=spec.hidden_size,
+        window=spec.widest_window and spec.widest_window + READ_TOGETHER,
         pages_per_slot=-(-settings.max_model_len // settings.block_size),
         disk_index=disk.index() if disk else (),
     )

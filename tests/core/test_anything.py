@@ -82,6 +82,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_num_seqs=slots,
         vocab_size=VOCAB,
         bytes_per_block=1000,
+        window=draw(st.sampled_from([0, 0, 1, 5, 12])),
         pages_per_slot=-(-max_len // size) if manager == "virtual" else 0,
     )
     core = CoreSettings(

@@ -75,7 +75,8 @@ def compile_stripes(grammar: Grammar) -> StripedGrammar:
 class HalfRight:
     """A Proposer: what the model samples for seed 0 and choice 0, which others may take or leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        self.window = window
         self.forgotten: list[int] = []
 
     def number(self, seq: int, tokens: Sequence[int], limit: int) -> int:
@@ -87,7 +88,7 @@ class HalfRight:
         for ask in asks:
             known = list(ask.tokens)
             for i in range(ask.number):
-                token = next_token(known, 0, 0, VOCAB)
+                token = next_token(known[-self.window :], 0, 0, VOCAB)
                 known.append(token if (len(known) + i) % 5 else (token + 1) % VOCAB)
             guesses.append(known[len(ask.tokens) :])
         return guesses
@@ -128,7 +129,7 @@ class World:
 
     def _start(self) -> EngineCore:
         executor = self.executor
-        proposer = HalfRight() if self.drafts else None
+        proposer = HalfRight(executor.geometry.window) if self.drafts else None
         core = EngineCore(
             executor, executor.start(), self.settings, EOS, compile_stripes, lambda: self.now, proposer=proposer
         )
@@ -261,7 +262,7 @@ class World:
     def oracle(self, request: AddRequest, choice: int) -> Expected:
         """What this choice must get, whatever else happens."""
         limit = min(self.executor.geometry.max_model_len, self.core.kv.max_tokens + 1)
-        return expected(request, choice, limit)
+        return expected(request, choice, limit, self.executor.geometry.window)
 
 
 @dataclass
@@ -274,15 +275,18 @@ class Expected:
     embedding: bytes = b""
 
 
-def expected(request: AddRequest, choice: int, limit: int) -> Expected:
+def expected(request: AddRequest, choice: int, limit: int, window: int) -> Expected:
+    """`window`: tokens that the model looks back; 0 = all, as in a slice from -window."""
     params, prompt = request.params, list(request.prompt)
     if request.pooling:
         mean = array.array("f", [sum(prompt) / len(prompt)]).tobytes()
-        return Expected([], FinishReason.STOP, embedding=mean if request.pooling == "mean" else last_hidden(prompt))
+        return Expected(
+            [], FinishReason.STOP, embedding=mean if request.pooling == "mean" else last_hidden(prompt[-window:])
+        )
     if params.beam_width:
-        return expected_beam(request, choice, limit)
+        return expected_beam(request, choice, limit, window)
     top = params.prompt_logprobs or 0
-    prompt_scores = [scored(prompt[:i], VOCAB, prompt[i], top) for i in range(1, len(prompt))]
+    prompt_scores = [scored(prompt[:i][-window:], VOCAB, prompt[i], top) for i in range(1, len(prompt))]
     end = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
     stops = stops_of(params)
     grammar = compile_stripes(params.grammar) if params.grammar is not None else None
@@ -293,8 +297,8 @@ def expected(request: AddRequest, choice: int, limit: int) -> Expected:
         def banned(token: int, early: bool = early) -> bool:
             return (early and token in stops) or (grammar is not None and not grammar.allows(token))
 
-        token = next_token(history, params.seed or 0, choice, VOCAB, banned)
-        scores.append(scored(history, VOCAB, token, params.logprobs or 0))
+        token = next_token(history[-window:], params.seed or 0, choice, VOCAB, banned)
+        scores.append(scored(history[-window:], VOCAB, token, params.logprobs or 0))
         history.append(token)
         output = history[len(prompt) :]
         if token in stops:
@@ -310,7 +314,7 @@ def stops_of(params: SamplingParams) -> frozenset[int]:
     return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else EOS)
 
 
-def expected_beam(request: AddRequest, choice: int, limit: int) -> Expected:
+def expected_beam(request: AddRequest, choice: int, limit: int, window: int) -> Expected:
     """Beam search to the very end, without any early stop."""
     params, prompt = request.params, list(request.prompt)
     width, stops = max(params.beam_width, params.n), stops_of(params)
@@ -320,7 +324,7 @@ def expected_beam(request: AddRequest, choice: int, limit: int) -> Expected:
     for length in range(1, end - len(prompt) + 1):
         grown = []
         for total, output in live:
-            for token, logprob in alternatives(prompt + output, VOCAB):
+            for token, logprob in alternatives((prompt + output)[-window:], VOCAB):
                 if length > params.min_tokens or token not in stops:
                     grown.append((total + logprob, [*output, token]))
         grown.sort(key=lambda g: -g[0])  # stable: of equals the better beam's
