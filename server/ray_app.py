@@ -5,8 +5,6 @@ one engine while it has room. A stream whose engine dies ends with an error even
 reaches them: token authentication must be on, the dashboard stays off. A RayService names `server.ray_app:app`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -37,7 +35,7 @@ from server.serve import server_settings
 OWN = {"replicas": 2, "max_replicas": 0, "ongoing": 64, "gpus": 0.0, "cpus": 1.0}  # what is no setting of Octavo's
 PREFIX_CHARS = 512  # requests that have so many in common go to the same engine
 DIED = EngineDead("the replica that served this request died; send it again")
-api = FastAPI(openapi_url=None)
+api = FastAPI(openapi_url=None)  # frozen where it is used: all that its routes name stands before
 
 
 @serve.deployment(health_check_period_s=1, health_check_timeout_s=10, graceful_shutdown_timeout_s=120)
@@ -70,6 +68,26 @@ class Engine:
             raise EngineDead("the engine is gone")
 
 
+async def rest(answer: Any, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
+    """The body. Only a stream of events can tell that its engine died; any other is cut."""
+    try:
+        async for part in answer:
+            yield part
+    except RayError:
+        if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+            raise
+        yield event(DIED)
+
+
+def prefix_of(body: bytes) -> str:
+    """A name of how the prompt of a request begins; "" when there is none."""
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
+        wire = json.loads(body)
+        if prompt := wire.get("messages") or wire.get("prompt") or wire.get("input"):
+            return hashlib.sha256(json.dumps(prompt)[:PREFIX_CHARS].encode()).hexdigest()[:16]
+    return ""
+
+
 @serve.deployment(health_check_period_s=1)
 @serve.ingress(api)
 class Front:
@@ -94,26 +112,6 @@ class Front:
         response = StreamingResponse(rest(answer, dict(headers)), status)
         response.raw_headers = headers
         return response
-
-
-async def rest(answer: Any, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """The body. Only a stream of events can tell that its engine died; any other is cut."""
-    try:
-        async for part in answer:
-            yield part
-    except RayError:
-        if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            raise
-        yield event(DIED)
-
-
-def prefix_of(body: bytes) -> str:
-    """A name of how the prompt of a request begins; "" when there is none."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        wire = json.loads(body)
-        if prompt := wire.get("messages") or wire.get("prompt") or wire.get("input"):
-            return hashlib.sha256(json.dumps(prompt)[:PREFIX_CHARS].encode()).hexdigest()[:16]
-    return ""
 
 
 def settings_of(given: dict[str, Any]) -> Settings:
