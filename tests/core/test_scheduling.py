@@ -16,7 +16,14 @@ LONG = {"ignore_eos": True}
 
 
 def world(
-    *, blocks: int = 32, size: int = 4, host: int = 0, slots: int = 8, drafts: bool = False, **core: Any
+    *,
+    blocks: int = 32,
+    size: int = 4,
+    host: int = 0,
+    slots: int = 8,
+    window: int = 0,
+    drafts: bool = False,
+    **core: Any,
 ) -> World:
     geometry = Geometry(
         num_blocks=blocks,
@@ -26,6 +33,7 @@ def world(
         max_num_seqs=slots,
         vocab_size=VOCAB,
         bytes_per_block=1000,
+        window=window,
     )
     made = World(geometry, CoreSettings(**{"max_num_seqs": slots, "max_num_batched_tokens": 64, **core}), drafts=drafts)
     made.executor.keep_plans = True
@@ -468,6 +476,28 @@ def test_snapshots_are_json_and_name_every_holder() -> None:
     assert [r["id"] for r in everything["finished"]] == ["a"]
     assert [e["event"] for e in events(w, "a")][:4] == ["queued", "admitted", "first token", "admitted"]
     assert w.core.inspect("request", "unknown") is None
+
+
+def test_snapshots_leave_out_what_lies_behind_a_window() -> None:
+    w = world(blocks=24, host=8, slots=1, window=8, preemption="swap", enable_prefix_caching=False)
+    prompt = [1, 2, 3, 4, 5] * 8
+    w.add("a", prompt, max_tokens=10, **LONG)
+    for _ in range(3):
+        w.step()
+    (sequence,) = w.core.inspect("live")["sequences"]
+    used = [b for b in w.core.inspect("kv")["blocks"] if b["state"] == "used"]
+    assert sorted(sequence["table"]) == [b["id"] for b in used]
+    assert {"f", "u"} == set(w.core.inspect("live")["states"])
+    assert sum(b["tokens"] for b in used) == 42 - 8 // 4 * 4 * 4  # computed, without (42 - 1 - 8) // 4 = 8 blocks
+    last = w.core.inspect("block", str(sequence["table"][0]))
+    assert last["tokens"] == prompt[32:36]
+    held = len(used)
+    w.add("b", [9], max_tokens=3, priority=-1, **LONG)  # takes the only slot
+    w.step()
+    assert [(s["request"], s["host_blocks"]) for s in w.core.inspect("live")["sequences"]] == [("a", held), ("b", 0)]
+    assert w.core.stats().host_blocks_used == held
+    w.run()
+    w.check_answers()
 
 
 def test_the_operator_can_empty_the_prefix_cache() -> None:

@@ -413,3 +413,104 @@ def test_what_is_on_disk_already_stays_when_something_below_it_is_stored() -> No
     second.check()
     third = make(blocks=16, size=4, host=8, disk=5, disk_index=tuple(index.items()))
     assert begin(third, 1, [1] * 16 + [2] * 5) == 20
+
+
+# ---------------------------------------------------------------- a window in every layer
+
+
+def grow(kv: PagedKV, seq: int, tokens: list[int], computed: int, step: int) -> None:
+    """Compute the rest of the tokens, `step` at a time."""
+    while computed < len(tokens):
+        total = min(len(tokens), computed + step)
+        assert kv.extend(seq, computed, total)
+        kv.commit(seq, tokens, total)
+        kv.check()
+        computed = total
+
+
+@pytest.mark.parametrize("step", [1, 5, 16])
+@pytest.mark.parametrize("caching", [False, True])
+def test_blocks_behind_the_window_are_given_back_so_that_a_long_text_fits_a_small_pool(
+    caching: bool, step: int
+) -> None:
+    kv = make(blocks=8, size=4, window=8, caching=caching)
+    kv.admit(1, [0], "", 0, 0)
+    grow(kv, 1, list(range(200)), 0, step)
+    behind, table = kv.behind(1), kv.table(1)
+    assert behind == (199 - 8) // 4
+    assert len(table) == 50
+    assert len(set(table[behind:])) == 50 - behind
+    kv.seat(1, 0)
+    assert kv.changes(1) == (0, tuple(table))  # the holes too have the id of some block
+    assert all(0 <= block < 8 for block in table)
+    kv.release(1)
+    kv.check()
+    assert kv.usage().free == kv.usage().total
+
+
+def test_what_was_given_back_is_hit_until_its_room_is_needed_and_lost_from_the_tail() -> None:
+    kv = make(blocks=16, size=4, window=8)
+    tokens = list(range(41))
+    begin(kv, 1, tokens)
+    assert kv.behind(1) == 8
+    assert begin(kv, 2, tokens) == 40
+    kv.release(2)
+    kv.drain()
+    assert kv.available() == 16 - 3
+    grow(kv, 3, [7] * 9, kv.admit(3, [7] * 9, "", 0, 0) or 0, 3)  # five were free, three are taken
+    grow(kv, 4, [8] * 16, kv.admit(4, [8] * 16, "", 0, 0) or 0, 16)  # four: sequence 1 keeps its own, out of the index
+    assert len(set(kv.table(1)[8:])) == 3
+    assert kv.content(kv.table(1)[9]) == ()
+    assert begin(kv, 5, tokens[:25]) == 24  # what stood nearer to the root has stayed
+    grow(kv, 1, list(range(60)), 41, 4)  # and sequence 1 goes on, without a place in the index
+    for seq in (1, 3, 4, 5):
+        kv.release(seq)
+    kv.reset()
+    kv.check()
+    assert kv.usage().free == 16
+
+
+def test_the_operator_empties_the_cache_of_what_hangs_above_a_running_window() -> None:
+    kv = make(blocks=16, size=4, window=8)
+    begin(kv, 1, list(range(41)))
+    kv.reset()
+    kv.check()
+    assert kv.usage().cached == 0
+    assert begin(kv, 2, list(range(20))) == 0
+    grow(kv, 1, list(range(60)), 41, 4)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_swap_moves_nothing_that_lies_behind_the_window(caching: bool) -> None:
+    kv = make(blocks=16, size=4, window=8, host=16, caching=caching)
+    tokens = list(range(41))
+    begin(kv, 1, tokens)
+    live = kv.table(1)[8:]
+    assert kv.swap_blocks(1, 41) == (3, 3)
+    assert kv.swap_out(1, 41)
+    assert [(op.kind, op.src) for op in kv.drain()[0]] == [("out", block) for block in live]
+    kv.reset()
+    kv.check()
+    assert kv.usage().free == 16
+    assert kv.swap_in(1, 42, 13)  # the holes need no room
+    assert kinds(kv) == ["in"] * 3
+    assert kv.behind(1) == 8
+    grow(kv, 1, list(range(60)), 41, 1)
+    kv.release(1)
+    kv.reset()
+    kv.check()
+    assert kv.usage().host_used == 0
+
+
+def test_a_choice_shares_the_holes_of_the_one_it_forks_from_unless_it_would_read_them() -> None:
+    kv = make(blocks=16, size=4, window=8)
+    tokens = list(range(41))
+    begin(kv, 1, tokens)
+    assert not kv.fork(1, 2, 35)
+    for child, computed in ((2, 40), (3, 41)):
+        assert kv.fork(1, child, computed)
+        kv.check()
+        assert kv.behind(child) == 8
+        grow(kv, child, [*tokens[:computed], *[child] * 30], computed, 1)
+    kv.release(1)
+    kv.check()
