@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,6 +65,27 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
         raise _invalid(str(error)) from None
 
 
+@contextmanager
+def renaming(names: dict[str, str]) -> Iterator[None]:
+    """For a route that another one serves: its errors name the fields by `names`, {there: here}, and not as there.
+
+    The entries of `messages` are counted with those that the route adds, so only the list itself is named.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        given = error.param or ""
+        there = next((name for name in names if re.match(rf"{re.escape(name)}(?![a-z_])", given)), None)
+        if there is None:
+            raise
+        here = names[there]
+        if there == "messages":
+            message = re.sub(r"\bmessages(\[\d+\]\.?)?", f"{here}: ", str(error)).replace(":  ", ": ")
+            raise InvalidRequest(message, param=here, code=error.code) from None
+        message = re.sub(rf"\b{re.escape(there)}\b", here, str(error))
+        raise InvalidRequest(message, param=here + given[len(there) :], code=error.code) from None
+
+
 def _invalid(message: str) -> InvalidRequest:
     found = _PATH.search(message)
     path = found[1] if found else ""
@@ -75,10 +98,28 @@ def _invalid(message: str) -> InvalidRequest:
     if wrong:
         wanted = " or ".join(_NAMES.get(part, part) for part in wrong[1].split(" | "))
         text = f"must be {wanted}, got {_NAMES.get(wrong[2], wrong[2])}"
+    unknown = re.match(r"Object contains unknown field `(.+)`$", text)
+    if unknown:
+        name = f"{path}.{unknown[1][:64]}" if path else unknown[1][:64]
+        return InvalidRequest(f"{name} is not supported by this server", param=name)
     return InvalidRequest(f"{path} {text}" if path else text, param=path or None)
 
 
 def unknown_fields(value: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]:
-    """Top-level names that `kind` doesn't know, for the header x-octavo-ignored-fields."""
+    """Top-level names that `kind` doesn't know."""
     known = kind.__struct_encode_fields__
     return [name for name in value if name not in known]
+
+
+def ignored_fields(value: dict[str, Any], wire: msgspec.Struct, path: str = "") -> Iterator[str]:
+    """Names in `value` that `wire`, made of it, doesn't know: its own and those of its options, as `stream_options.x`.
+
+    Lists (messages, tools) are not looked into: what clients send back there has fields of other servers' answers.
+    """
+    tag = wire.__struct_config__.tag_field
+    for name, part in value.items():
+        if name not in wire.__struct_encode_fields__:
+            if name != tag:
+                yield path + name
+        elif isinstance(inner := getattr(wire, name), msgspec.Struct):
+            yield from ignored_fields(part, inner, f"{path}{name}.")

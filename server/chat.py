@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequest
+from engine.text.chat import ChatTemplate
 from engine.validate import RANGES, check_field, check_range
 from server import tools
 from server.chunks import Chunks
@@ -22,7 +23,7 @@ from server.logprobs import LogprobsWriter
 from server.output import OutputDelta, OutputParser, OutputPlan
 from server.protocol import AssistantMessage, ChatRequest, Message, TextPart, UserMessage
 from server.run import Run, begin
-from server.sampling import check_stream_options, grammar_of, sampling_params, text_options, truncated
+from server.sampling import check_stream_options, constraint_of, sampling_params, text_options, truncated
 from server.service import Service, exchange_of, json_response, new_ids, service_of, usage_object
 from server.sse import EventStream
 from server.tools import plan_for_prompt
@@ -61,9 +62,12 @@ def check_messages(messages: list[Message], raw: list[dict[str, Any]]) -> list[d
     return plain
 
 
-def template_switches(service: Service, wire: ChatRequest) -> dict[str, Any]:
+EFFORT_SWITCHES = frozenset({"reasoning_effort", "enable_thinking"})  # of templates
+
+
+def template_switches(template: ChatTemplate, wire: ChatRequest) -> dict[str, Any]:
     """Variables for the chat template. One that the template doesn't know is refused: it would do nothing."""
-    known = service.template.template_variables()
+    known = template.template_variables()
     switches = dict(wire.chat_template_kwargs or {})
     for name in switches:
         if name not in known:
@@ -78,6 +82,11 @@ def template_switches(service: Service, wire: ChatRequest) -> dict[str, Any]:
         if "enable_thinking" in known:
             switches.setdefault("enable_thinking", wire.reasoning_effort != "none")
     return switches
+
+
+def has_effort(service: Service) -> bool:
+    """Whether the model's chat template has a switch for `reasoning_effort`."""
+    return not EFFORT_SWITCHES.isdisjoint(service.template.template_variables())
 
 
 async def render(
@@ -109,7 +118,7 @@ async def render(
         tools,
         add_generation_prompt=wire.add_generation_prompt is not False,
         continue_final_message=bool(wire.continue_final_message),
-        **template_switches(service, wire),
+        **template_switches(template, wire),
     )
     quick = len(messages) <= QUICK_MESSAGES and not tools and template is service.template
     text = draw() if quick else await asyncio.to_thread(draw)
@@ -236,7 +245,7 @@ def check_metadata(metadata: dict[str, str]) -> None:
 async def plan_output(service: Service, wire: ChatRequest) -> OutputPlan:
     """What tools, response_format and the model's reasoning make of this chat."""
     return await tools.plan_output(
-        service.syntax, wire.tools, wire.tool_choice, wire.parallel_tool_calls, grammar_of(wire)
+        service.syntax, wire.tools, wire.tool_choice, wire.parallel_tool_calls, constraint_of(wire)
     )
 
 
@@ -247,6 +256,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, whole or as a stream of server-sent events."""
     service = service_of(request)
     wire, raw = await service.read(request, ChatRequest)
+    if wire.reasoning_effort is not None and wire.chat_template is None and not has_effort(service):
+        exchange_of(request).ignores("reasoning_effort")
     chat = await prepare(service, request, wire, raw, "chatcmpl-")
     writer = _Writer(service, wire, chat, _echoed(wire))
     if wire.stream:

@@ -20,7 +20,7 @@ from server.generate import Entry, Generation, Piece, finite
 from server.logprobs import LogprobsWriter
 from server.protocol import CompletionRequest
 from server.run import Run, begin
-from server.sampling import check_stream_options, grammar_of, sampling_params, text_options, truncated
+from server.sampling import check_stream_options, constraint_of, sampling_params, text_options, truncated
 from server.service import Service, exchange_of, json_response, new_ids, service_of, usage_object
 from server.sse import EventStream
 from server.structured import checked
@@ -86,9 +86,8 @@ async def completions(request: Request) -> Response:
     service.require_model(wire.model)
     candidates = _check_fields(wire)
     prompts = await read_prompts(service, wire)
-    grammar = grammar_of(wire)
-    if grammar is not None:
-        await checked(grammar, "response_format")
+    constraint = constraint_of(wire)
+    grammar = await checked(constraint.grammar, constraint.field) if constraint is not None else None
     shown, generations = _generations(service, request, wire, prompts, candidates, grammar)
     run = await begin(service, request, generations)
     writer = _Writer(service, wire, shown, run, prompts)

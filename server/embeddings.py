@@ -79,7 +79,7 @@ async def create_embeddings(request: Request) -> Response:
         check_field("dimensions", wire.dimensions)
     keep = _kept(service, wire.truncate_prompt_tokens)
     prompts = await _prompts(service, wire.input, keep)
-    vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "input")
+    vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, ["input"] * len(prompts))
     if wire.dimensions is not None:
         vectors = [_shortened(vector, wire.dimensions) for vector in vectors]
     encode = _base64 if wire.encoding_format == "base64" else list
@@ -94,12 +94,17 @@ async def score(request: Request) -> Response:
     service.require_model(wire.model)
     left = [wire.text_1] if isinstance(wire.text_1, str) else wire.text_1
     right = [wire.text_2] if isinstance(wire.text_2, str) else wire.text_2
-    if not left or not right or (len(left) not in (1, len(right))):
+    for name, texts in (("text_1", left), ("text_2", right)):
+        if not texts:
+            raise InvalidRequest(f"{name} is empty", param=name)
+    if len(left) not in (1, len(right)):
         raise InvalidRequest(
             f"text_1 must be one text or as many as text_2, got {len(left)} and {len(right)}", param="text_1"
         )
-    prompts = await _texts(service, [*left, *right], "text_2", _kept(service, wire.truncate_prompt_tokens))
-    vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "text_2")
+    keep = _kept(service, wire.truncate_prompt_tokens)
+    prompts = await _texts(service, left, "text_1", keep) + await _texts(service, right, "text_2", keep)
+    fields = ["text_1"] * len(left) + ["text_2"] * len(right)
+    vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, fields)
     ones, others = vectors[: len(left)], vectors[len(left) :]
     if len(ones) == 1:
         ones = ones * len(others)
@@ -121,8 +126,9 @@ async def rerank(request: Request) -> Response:
     if not texts:
         raise InvalidRequest("documents is empty", param="documents")
     keep = _kept(service, wire.truncate_prompt_tokens)
-    prompts = await _texts(service, [wire.query, *texts], "documents", keep)
-    query, *vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, "documents")
+    prompts = await _texts(service, [wire.query], "query", keep) + await _texts(service, texts, "documents", keep)
+    fields = ["query"] + ["documents"] * len(texts)
+    query, *vectors = await _embed(service, request, wire.model, prompts, wire.pooling, wire.priority, fields)
     scores = [_dot(query, vector) for vector in vectors]
     order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: wire.top_n]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
@@ -197,9 +203,9 @@ async def _embed(
     prompts: list[list[int]],
     pooling: Pooling | None,
     priority: int | None,
-    param: str,
+    fields: list[str],
 ) -> list[array[float]]:
-    """Vectors of unit length. All prompts are checked before the first is computed."""
+    """Vectors of unit length of `prompts`, which came in `fields`. All are checked before the first is computed."""
     exchange = exchange_of(request)
     key = exchange.key
     id = "embd-" + secrets.token_hex(12)
@@ -210,12 +216,12 @@ async def _embed(
             prompt=prompt,
             pooling=pooling,
             arrival=time.time(),
-            prompt_field=param,
+            prompt_field=field,
             priority=(priority or 0) + (key.priority if key else 0),
             adapter=service.adapter_of(model),
             key=key.label if key else "",
         )
-        for i, prompt in enumerate(prompts)
+        for i, (prompt, field) in enumerate(zip(prompts, fields, strict=True))
     ]
     vectors = []
     for start in range(0, len(requests), AT_ONCE):

@@ -21,6 +21,7 @@ logger = logging.getLogger("octavo.http")
 
 _OPEN_ROUTES = frozenset({"/", "/health", "/health/live", "/health/ready"})  # the page holds nothing but code
 _LABEL = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_IGNORED = "x-octavo-ignored-fields"
 
 
 class Exchange:
@@ -35,6 +36,14 @@ class Exchange:
         self.generated = False  # a generation was submitted: its own record counts it
         self.started = False
         self.status = 0
+
+    def ignores(self, *names: str) -> None:
+        """Report fields of the request that have no effect: a response header lists them."""
+        known = self.headers.get(_IGNORED, "").split(", ")
+        clean = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names]
+        listed = [name for name in dict.fromkeys([*known, *clean]) if name]
+        if listed:
+            self.headers[_IGNORED] = ", ".join(listed[:32])
 
 
 class Gate:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.validate import check_range
-from server.body import convert
+from server.body import convert, renaming
 from server.chat import Chat, ChatPiece, check_messages, plan_output, prepare, render
 from server.errors import reply_to
 from server.messages_wire import CountTokensRequest, MessagesRequest, chat_body
@@ -32,7 +32,8 @@ async def create_message(request: Request) -> Response:
     service.require_model(wire.model)
     check_range("max_tokens", wire.max_tokens, 1, float("inf"))
     raw, chat_wire = _as_chat(service, request, wire)
-    chat = await prepare(service, request, chat_wire, raw, "msg_")
+    with renaming({"stop": "stop_sequences"}):
+        chat = await prepare(service, request, chat_wire, raw, "msg_")
     message = _Message(wire.model, chat)
     if wire.stream:
         return EventStream(
@@ -60,9 +61,7 @@ async def count_tokens(request: Request) -> Response:
 def _as_chat(service: Service, request: Request, wire: CountTokensRequest) -> tuple[dict[str, Any], ChatRequest]:
     switch = "enable_thinking" in service.template.template_variables()
     if wire.thinking is not None and not switch:
-        headers = exchange_of(request).headers
-        ignored = [headers["x-octavo-ignored-fields"]] if "x-octavo-ignored-fields" in headers else []
-        headers["x-octavo-ignored-fields"] = ", ".join([*ignored, "thinking"])
+        exchange_of(request).ignores("thinking")
     raw = chat_body(wire, switch)
     return raw, convert(raw, ChatRequest)
 

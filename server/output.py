@@ -56,6 +56,7 @@ class OutputPlan:
 
     tools: list[dict[str, Any]] | None = None  # for the chat template, in OpenAI's form
     grammar: Grammar | None = None  # enforces required and named calls
+    grammar_field: str = "tools"  # the field of the request that asks for it
     parser: Callable[[], OutputParser] = PlainParser  # a new one for each choice
     special_tokens: bool = False  # the parser must see control tokens: some of the markers it looks for are such
     named: bool = False  # one function was asked for by name: the answer then ends with "stop", as the hosted API's

@@ -168,8 +168,8 @@ class JsonSchemaFormat(_Form, tag="json_schema"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class StructuredOutputs(_Form):
-    """vLLM's `structured_outputs`: exactly one of these."""
+class StructuredOutputs(_Form, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of these. Anything else in it would constrain the answer too."""
 
     json: dict[str, Any] | str | bool | None = None
     regex: str | None = None

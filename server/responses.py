@@ -14,15 +14,23 @@ from starlette.types import Message
 
 from engine.errors import InvalidRequest, OctavoError
 from engine.validate import check_field
-from server.body import convert
-from server.chat import Chat, check_metadata, prepare
+from server.body import convert, renaming
+from server.chat import Chat, check_metadata, has_effort, prepare
 from server.errors import reply_to
 from server.logprobs import LogprobsWriter
 from server.paging import page
 from server.protocol import ChatRequest
 from server.responses_events import Event, ResponseWriter, sse
 from server.responses_store import Stored
-from server.responses_wire import EFFECTIVE, ResponsesRequest, chat_body, input_items, messages_of
+from server.responses_wire import (
+    CHAT_NAMES,
+    EFFECTIVE,
+    ResponsesRequest,
+    chat_body,
+    ignored_fields,
+    input_items,
+    messages_of,
+)
 from server.service import Service, exchange_of, json_response, service_of
 from server.sse import EventStream
 
@@ -37,14 +45,16 @@ async def create_response(request: Request) -> Response:
     wire, _ = await service.read(request, ResponsesRequest, EFFECTIVE)
     service.require_model(wire.model)
     _check(wire)
+    exchange_of(request).ignores(*ignored_fields(wire, has_effort(service)))
     key = _key(request)
     items = input_items(wire.input)
     messages = _history(service, wire, key) + messages_of(items, lambda id: service.responses.find_item(id, key))
     raw = chat_body(wire, messages)
-    chat_wire = convert(raw, ChatRequest)
-    if wire.background:
-        return await _in_background(service, request, wire, chat_wire, raw, Stored({}, items, messages, key))
-    chat = await prepare(service, request, chat_wire, raw, "resp_")
+    with renaming(CHAT_NAMES):
+        chat_wire = convert(raw, ChatRequest)
+        if wire.background:
+            return await _in_background(service, request, wire, chat_wire, raw, Stored({}, items, messages, key))
+        chat = await prepare(service, request, chat_wire, raw, "resp_")
     work = _Work(service, wire, chat, Stored({}, items, messages, key))
     if wire.stream:
         return EventStream(
@@ -225,7 +235,8 @@ async def _work_on(service: Service, wire: ResponsesRequest, preparing: asyncio.
     writer = ResponseWriter(stored.body, LogprobsWriter(service.tokenizer), None)
     chat: Chat | None = None
     try:
-        chat = await preparing
+        with renaming(CHAT_NAMES):
+            chat = await preparing
         work = _Work(service, wire, chat, stored)
         writer = work.writer
         async for event in work.events():

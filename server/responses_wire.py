@@ -15,6 +15,24 @@ import msgspec
 from engine.errors import InvalidRequest
 
 LOGPROBS = "message.output_text.logprobs"
+_HOSTED_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+_HOSTED_ONLY = frozenset({"max_tool_calls", "context_management"})  # beside those of chat
+CHAT_NAMES = {  # what a chat calls it: what it is called here
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+}
 
 
 class Reasoning(msgspec.Struct):
@@ -114,6 +132,25 @@ def chat_body(wire: ResponsesRequest, history: list[dict[str, Any]]) -> dict[str
     if wire.truncation == "auto":
         body["truncate_prompt_tokens"] = -1
     return body
+
+
+def ignored_fields(wire: ResponsesRequest, has_effort: bool) -> list[str]:
+    """What has no effect here, beside the fields that have none in a chat. Raises InvalidRequest.
+
+    `has_effort`: the model's chat template has a switch for the effort of reasoning.
+    """
+    unknown = [name for name in wire.include or () if name != LOGPROBS and name not in _HOSTED_INCLUDES]
+    if unknown:
+        raise InvalidRequest(f"include has {unknown[0][:80]!r}, which is nothing that a response has", param="include")
+    ignored = [name for name in sorted(_HOSTED_ONLY) if getattr(wire, name) is not None]
+    ignored += [f"include.{name}" for name in wire.include or () if name in _HOSTED_INCLUDES]
+    if wire.reasoning is not None:
+        summaries = ("summary", "generate_summary")
+        unused = summaries if has_effort else ("effort", *summaries)
+        ignored += [f"reasoning.{name}" for name in unused if getattr(wire.reasoning, name) is not None]
+    if wire.text is not None and wire.text.verbosity is not None:
+        ignored.append("text.verbosity")
+    return ignored
 
 
 def _response_format(format: dict[str, Any]) -> dict[str, Any]:

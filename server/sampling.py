@@ -6,6 +6,7 @@ Ranges are checked by `engine.validate`.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import msgspec
 
@@ -100,7 +101,15 @@ def truncated(prompt: list[int], wire: GenerationRequest, limits: Limits, max_to
     return prompt[-keep:]
 
 
-def grammar_of(wire: GenerationRequest) -> Grammar | None:
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must obey, and the field of the request that asks for it."""
+
+    field: str
+    grammar: Grammar
+
+
+def constraint_of(wire: GenerationRequest) -> Constraint | None:
     """The one constraint that `response_format`, `structured_outputs` or a guided_* field asks for."""
     asked: dict[str, Grammar] = {}
     match wire.response_format:
@@ -126,7 +135,7 @@ def grammar_of(wire: GenerationRequest) -> Grammar | None:
     if len(asked) > 1:
         names = ", ".join(asked)
         raise InvalidRequest(f"only one constraint can be enforced, got {names}", param=next(iter(asked)))
-    return next(iter(asked.values()), None)
+    return next((Constraint(field, grammar) for field, grammar in asked.items()), None)
 
 
 def _structured(

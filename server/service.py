@@ -22,7 +22,7 @@ from engine.text.generation import sampling_defaults
 from engine.text.tokenizer import Tokenizer
 from engine.validate import Limits, add_request
 from server.auth import KeyLimits
-from server.body import convert, read_object, unknown_fields
+from server.body import convert, ignored_fields, read_object, unknown_fields
 from server.file_store import FileStore
 from server.gate import Exchange
 from server.generate import Generation, TextOptions, Usage
@@ -109,10 +109,8 @@ class Service:
         refuse_unsupported({name: raw[name] for name in unknown_fields(raw, kind)})
         wire = convert(raw, kind)
         without_effect = HOSTED_ONLY - effective
-        ignored = [*unknown_fields(raw, kind), *(n for n in raw if n in without_effect and raw[n] is not None)]
-        if ignored:
-            names = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in dict.fromkeys(ignored)]
-            exchange_of(request).headers["x-octavo-ignored-fields"] = ", ".join(names[:32])
+        ignored = [*ignored_fields(raw, wire), *(n for n in raw if n in without_effect and raw[n] is not None)]
+        exchange_of(request).ignores(*ignored)
         return wire, raw
 
     async def encode(self, text: str, *, add_special_tokens: bool, fits: str = "") -> list[int]:

@@ -41,14 +41,14 @@ def until(marker: str, special: Mapping[str, int], name: str) -> str:
     return f"{name}{lazy}: {text} {literal(marker, special)}\n{text}: {ANY_TEXT}\n"
 
 
-def after_reasoning(grammar: Grammar, close_tag: str, special: Mapping[str, int]) -> Grammar:
-    """The answer obeys `grammar` once the reasoning, in which it begins, has been closed."""
+def after_reasoning(grammar: Grammar, close_tag: str, special: Mapping[str, int], field: str = "") -> Grammar:
+    """The answer obeys `grammar`, asked for by `field`, once the reasoning in which it begins has been closed."""
     rules = "start: reasoning AFTER_REASONING answer\nAFTER_REASONING: /[ \\n]{0,2}/\n"
-    return Grammar("lark", rules + until(close_tag, special, "reasoning") + answer_rule(grammar))
+    return Grammar("lark", rules + until(close_tag, special, "reasoning") + answer_rule(grammar, field))
 
 
-def answer_rule(grammar: Grammar) -> str:
-    """`grammar` as the lark rule `answer`."""
+def answer_rule(grammar: Grammar, field: str) -> str:
+    """`grammar`, asked for by `field` of the request, as the lark rule `answer`."""
     match grammar.kind:
         case "json_object":
             return f"answer: {json_term({'type': 'object'})}\n"
@@ -64,6 +64,7 @@ def answer_rule(grammar: Grammar) -> str:
             return re.sub(r"(?m)^(\s*)start(\s*:)", r"\1answer\2", grammar.text) + "\n"
         case _:
             raise InvalidRequest(
-                f"a {grammar.kind} can't be enforced behind reasoning; use a JSON schema, or switch thinking off",
-                param="response_format",
+                f"a {grammar.kind} can't be enforced behind reasoning or beside tools; use a JSON schema, or switch "
+                "thinking off",
+                param=field or None,
             )

@@ -24,6 +24,7 @@ from server.output import OutputPlan
 from server.parsers import CallSyntax, OutputSyntax
 from server.parsers.sink import Calls
 from server.protocol import FunctionTool, Tool
+from server.sampling import Constraint
 from server.structured import ANY_TEXT, after_reasoning, answer_rule, checked, literal, until
 
 MAX_TOOLS = 128
@@ -66,15 +67,16 @@ async def plan_output(
     tools: list[Tool] | None,
     tool_choice: str | dict[str, Any] | None,
     parallel: bool | None,
-    answer: Grammar | None,
+    answer: Constraint | None,
 ) -> OutputPlan:
     """What tools, tool_choice and the constraint `answer` (of response_format and its like) make of a chat."""
     functions = _check_tools(tools)
     choice = check_tool_choice(tool_choice, [f.name for f in functions], [f.name for f in functions if f.custom])
     if answer is not None:
-        await checked(answer, "response_format")
+        await checked(answer.grammar, answer.field)
     if choice.mode == "none" or not functions:
-        return OutputPlan(grammar=answer, parser=_Parsers(syntax, None))
+        plan = OutputPlan(parser=_Parsers(syntax, None))
+        return plan if answer is None else replace(plan, grammar=answer.grammar, grammar_field=answer.field)
     callable_ = [f for f in functions if f.name in choice.names]
     forced = choice.mode == "required"
     most = 1 if choice.named or parallel is False else MOST_FORCED_CALLS if forced else MAX_TOOLS
@@ -107,7 +109,7 @@ def plan_for_prompt(syntax: OutputSyntax, plan: OutputPlan, prompt_end: str) -> 
         return plan
     grammar = plan.grammar
     if grammar is not None:
-        grammar = after_reasoning(grammar, syntax.reasoning[1], syntax.special)
+        grammar = after_reasoning(grammar, syntax.reasoning[1], syntax.special, plan.grammar_field)
     parser = plan.parser
     assert isinstance(parser, _Parsers)
     return replace(plan, grammar=grammar, parser=replace(parser, opened=True))
@@ -267,13 +269,14 @@ def _forced_grammar(syntax: OutputSyntax, terms: dict[str, str], most: int) -> G
     return Grammar("lark", start + _call_rules(calls, terms, syntax.special))
 
 
-def _auto_grammar(syntax: OutputSyntax, terms: dict[str, str], most: int, answer: Grammar | None) -> Grammar:
+def _auto_grammar(syntax: OutputSyntax, terms: dict[str, str], most: int, answer: Constraint | None) -> Grammar:
     """Text with calls in it, or without; where there is a constraint `answer`, calls or an answer that obeys it."""
     calls, special = syntax.forced, syntax.special
     more = f" ({literal(calls.between, special)} call){{0,{most - 1}}}" if most > 1 else ""
     whole = f"{literal(calls.first, special)} call{more} {literal(calls.last, special)}"
     if answer is not None:
-        return Grammar("lark", f"start: {whole} | answer\n{_call_rules(calls, terms, special)}{answer_rule(answer)}")
+        rules = _call_rules(calls, terms, special) + answer_rule(answer.grammar, answer.field)
+        return Grammar("lark", f"start: {whole} | answer\n{rules}")
     if not calls.trigger:
         plain = "PLAIN: /([^{\\[\\s](.|\\n)*)?/\n"
         return Grammar("lark", f"start: {whole} | PLAIN\n{plain}{_call_rules(calls, terms, special)}")

@@ -238,6 +238,15 @@ async def test_unknown_and_ineffective_fields_are_listed_in_a_header(api: Api):
     assert "x-octavo-ignored-fields" not in (await api.post(PATH, chat_body())).headers
 
 
+async def test_fields_without_effect_inside_of_options_are_listed_too(api: Api):
+    options = {"include_usag": True}
+    format = {"type": "json_object", "strct": True}
+    fields = chat_body(stream=True, stream_options=options, response_format=format, reasoning_effort="low")
+    response = await api.post(PATH, fields)
+    listed = response.headers["x-octavo-ignored-fields"].split(", ")
+    assert set(listed) == {"stream_options.include_usag", "response_format.strct", "reasoning_effort"}
+
+
 async def test_hostile_field_names_cannot_forge_headers(api: Api):
     response = await api.post(PATH, chat_body(**{"a\r\nset-cookie: x": 1, "ключ" * 99: 2}))
     assert response.status_code == 200
@@ -303,6 +312,9 @@ async def test_a_template_that_a_request_brings_needs_the_operators_trust(tokeni
         await api.chat(chat_template="{{ messages[0].content }}!")
         assert tokenizer.decode(api.client.submitted[0].prompt) == "Say hello.!"
         await api.refused(PATH, chat_body(chat_template="{% for %}"))
+        loud = chat_body(chat_template="{{ 'LOUD' if loud }}", chat_template_kwargs={"loud": True})
+        await api.ok(PATH, loud)
+        assert tokenizer.decode(api.client.submitted[-1].prompt) == "LOUD"
 
 
 async def test_a_deadline_with_some_text_ends_with_length_and_says_why(api: Api):

@@ -125,7 +125,10 @@ async def test_scores_are_cosines(tokenizer: Tokenizer):
         pairs = {"model": "m", "text_1": ["north", "east"], "text_2": ["south", "east"]}
         assert [e["score"] for e in (await api.ok("/v1/score", pairs))["data"]] == pytest.approx([-1, 1], abs=1e-6)
         await api.refused("/v1/score", {**pairs, "text_2": ["north"]})
-        await api.refused("/v1/score", {**pairs, "text_1": []})
+        for name in ("text_1", "text_2"):
+            for bad in ([], "", "word " * 600):
+                error = await api.refused("/v1/score", {**pairs, "text_1": "north", name: bad})
+                assert error["param"] == name
 
 
 async def test_documents_come_back_nearest_first(tokenizer: Tokenizer):
@@ -141,5 +144,6 @@ async def test_documents_come_back_nearest_first(tokenizer: Tokenizer):
         top = await api.ok("/v1/rerank", {**body, "top_n": 1, "return_documents": False})
         assert [r["index"] for r in top["results"]] == [1]
         assert "document" not in top["results"][0]
-        await api.refused("/v1/rerank", {**body, "documents": []})
-        await api.refused("/v1/rerank", {**body, "top_n": 0})
+        for field in ({"documents": []}, {"documents": [""]}, {"query": ""}, {"query": "word " * 600}, {"top_n": 0}):
+            error = await api.refused("/v1/rerank", {**body, **field})
+            assert error["param"] in field

@@ -177,6 +177,11 @@ async def test_what_cannot_be_served_is_refused_in_the_form_of_this_route(api: A
     assert api.client.submitted == []
 
 
+async def test_errors_name_the_fields_of_this_route(api: Api):
+    response = await api.post(PATH, {**body(), "stop_sequences": [""]})
+    assert "stop_sequences has an empty string" in strict_json(response.text)["error"]["message"]
+
+
 async def test_other_refusals_have_their_own_types(tokenizer: Tokenizer, api: Api):
     await refused(api, {"model": "nobody"}, 404, "not_found_error")
     api.client.state = "loading"

@@ -267,11 +267,34 @@ async def test_a_failure_on_the_way_is_an_event_or_a_status(tokenizer: Tokenizer
         {"stream_options": {}},
         {"metadata": {str(i): "" for i in range(17)}},
         {"truncation": "some"},
+        {"input": "word " * 900},
+        {"include": ["nonsense"]},
+        {"text": {"format": {"type": "yaml"}}},
+        {"text": {"format": {"type": "json_schema", "schema": {}}}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}}},
     ],
 )
 async def test_what_cannot_be_served_is_refused(api: Api, fields: dict[str, Any]):
-    await api.refused(PATH, {**body(), **fields})
+    error = await api.refused(PATH, {**body(), **fields})
+    assert error["param"].partition("[")[0].partition(".")[0] in fields, error
     assert api.client.submitted == []
+
+
+async def test_what_has_no_effect_is_listed_by_its_place(api: Api):
+    fields = {
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "max_tool_calls": 3,
+    }
+    response = await api.post(PATH, {**body(), **fields})
+    assert set(response.headers["x-octavo-ignored-fields"].split(", ")) == {
+        "include.reasoning.encrypted_content",
+        "max_tool_calls",
+        "reasoning.effort",  # the template has no such switch
+        "reasoning.summary",
+        "text.verbosity",
+    }
 
 
 async def test_a_background_response_that_is_refused_has_a_status(api: Api):

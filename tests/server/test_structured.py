@@ -87,14 +87,19 @@ async def test_json_mode_asks_for_an_object(api: Api):
         {"structured_outputs": {"choice": []}},
         {"structured_outputs": {"regex": "("}},
         {"structured_outputs": {"grammar": "nonsense"}},
+        {"structured_outputs": {"choice": ["a"], "structural_tag": "{}"}},
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
+        {"guided_grammar": "nonsense"},
+        {"guided_regex": "("},
         {"guided_json": "{"},
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
     ],
 )
 async def test_what_cannot_be_enforced_is_refused_before_generation(api: Api, fields: dict[str, Any]):
     for path, body in ((CHAT, chat_body(**fields)), ("/v1/completions", complete_body(**fields))):
-        await api.refused(path, body)
-        await api.refused(path, {**body, "stream": True})
+        error = await api.refused(path, body)
+        assert error["param"].partition(".")[0] in fields, error
+        assert await api.refused(path, {**body, "stream": True}) == error
     assert api.client.submitted == []
 
 
