@@ -500,6 +500,17 @@ def test_snapshots_leave_out_what_lies_behind_a_window() -> None:
     w.check_answers()
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_choice_does_not_fork_from_one_that_has_left_the_prompt_behind_its_window(caching: bool) -> None:
+    w = world(size=2, window=4, enable_prefix_caching=caching)
+    w.add("a", range(1, 10), n=2, max_tokens=40, **LONG)
+    for _ in range(25):
+        w.step()
+    w.crash()  # the first choice is computed again in one step, far beyond the prompt's end
+    w.run()
+    w.check_answers()
+
+
 def test_the_operator_can_empty_the_prefix_cache() -> None:
     w = world()
     w.add("a", list(range(1, 13)), max_tokens=4, **LONG)

@@ -514,3 +514,22 @@ def test_a_choice_shares_the_holes_of_the_one_it_forks_from_unless_it_would_read
         grow(kv, child, [*tokens[:computed], *[child] * 30], computed, 1)
     kv.release(1)
     kv.check()
+
+
+def test_a_path_that_comes_back_from_the_host_is_not_continued_by_one_that_has_left_it_behind() -> None:
+    kv = make(blocks=16, size=4, window=8, host=32)
+    tokens = list(range(90))
+    begin(kv, 1, tokens[:41])
+    begin(kv, 2, [7] * 21)  # room for it is taken from what stands above sequence 1, whose own nodes go first
+    assert kv.content(kv.table(1)[9]) == ()
+    kv.release(2)
+    grow(kv, 1, tokens[:80], 41, 4)
+    assert kv.behind(1) == 17
+    assert begin(kv, 3, tokens[:41]) == 40
+    grow(kv, 1, tokens, 80, 4)
+    kv.release(3)
+    assert begin(kv, 4, tokens[:45]) == 40
+    kv.release(4)
+    kv.release(1)
+    kv.reset()
+    kv.check()
