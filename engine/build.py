@@ -116,10 +116,10 @@ def make_publisher(config: EngineConfig) -> Publisher | None:
         return None
     from engine.kv_events import Publisher
 
-    endpoints = [nth_endpoint(endpoint, rank) for endpoint in (kv.kv_events, kv.kv_events_replay)]
-    if not all(is_private(endpoint) for endpoint in endpoints):
+    out, replay = nth_endpoint(kv.kv_events, rank), nth_endpoint(kv.kv_events_replay, rank)
+    if not (is_private(out) and is_private(replay)):
         log.warning("--kv-events: whoever reaches the socket reads the tokens of all prompts")
-    return Publisher(*endpoints, kv.kv_events_topic, rank)
+    return Publisher(out, replay, kv.kv_events_topic, rank)
 
 
 def load_adapter(core: EngineCore, name: str, directory: str) -> None:

@@ -50,7 +50,7 @@ class Engine:
         tokenizer, own = Tokenizer.load(path), server_settings(settings)
         self.app = create_app(self.client, tokenizer, ChatTemplate.of(tokenizer, None), own, program_version())
 
-    @serve.multiplexed(max_num_models_per_replica=4096)
+    @serve.multiplexed(max_num_models_per_replica=4096)  # type: ignore[untyped-decorator]
     async def prefix(self, name: str) -> str:
         """Ray sends what has this name to the engines that have seen it."""
         return name
@@ -127,8 +127,9 @@ def app(given: dict[str, Any]) -> serve.Application:
     few, most, busy, gpus, cpus = (type(default)(given.get(name, default)) for name, default in OWN.items())
     scaling = {"min_replicas": few, "max_replicas": max(few, most), "target_ongoing_requests": busy / 2}
     resources = {"num_gpus": gpus, "num_cpus": cpus}
-    engine = Engine.options(max_ongoing_requests=busy, autoscaling_config=scaling, ray_actor_options=resources)
-    return Front.bind(engine.bind(given), memory(settings_of(given).server.max_body_size, 0))
+    deployments: tuple[Any, Any] = Engine, Front  # what Ray's decorators made of the classes
+    engine = deployments[0].options(max_ongoing_requests=busy, autoscaling_config=scaling, ray_actor_options=resources)
+    return deployments[1].bind(engine.bind(given), memory(settings_of(given).server.max_body_size, 0))
 
 
 def main(words: list[str]) -> None:

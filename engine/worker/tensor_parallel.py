@@ -166,8 +166,8 @@ def join(begin: Begin, rank: int) -> tuple[TorchExecutor, Geometry]:
         torch.cuda.set_device(torch.device(settings.device))
     else:
         torch.set_num_threads(max(1, settings.threads // begin.count))
-    store = dist.FileStore(str(Path(begin.directory) / "store"), begin.count)
-    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=begin.count, timeout=TIMEOUT)
+    meet = f"file://{Path(begin.directory).absolute()}/store"
+    dist.init_process_group("nccl" if gpu else "gloo", meet, TIMEOUT, world_size=begin.count, rank=rank)
     total: Callable[[torch.Tensor], torch.Tensor] = gathered_sum
     if not gpu and platform.machine() == "x86_64":
         most = max(begin.settings.max_batched_tokens, 1) * begin.spec.hidden_size
