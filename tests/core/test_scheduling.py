@@ -500,6 +500,25 @@ def test_snapshots_leave_out_what_lies_behind_a_window() -> None:
     w.check_answers()
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_whoever_has_left_blocks_behind_a_window_gives_way_and_goes_on(
+    preemption: str, caching: bool, overlap: int
+) -> None:
+    w = world(size=2, host=32, slots=2, window=4, preemption=preemption, enable_prefix_caching=caching, overlap=overlap)
+    w.add("a", range(1, 20), n=2, max_tokens=40, **LONG)
+    for turn in range(3):
+        for _ in range(12):
+            w.step()
+        w.add(f"urgent {turn}", range(1, 15 + turn), n=2, max_tokens=6, priority=-1, **LONG)
+    stats = w.run()
+    ways = {"swap": stats.preemptions_swap, "recompute": stats.preemptions_recompute}
+    assert ways.pop(preemption) >= 2
+    assert not any(ways.values())
+    w.check_answers()
+
+
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_choice_does_not_fork_from_one_that_has_left_the_prompt_behind_its_window(caching: bool) -> None:
     w = world(size=2, window=4, enable_prefix_caching=caching)
