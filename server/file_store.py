@@ -77,7 +77,7 @@ class Records:
     def _read(self, id: str) -> dict[str, Any] | None:
         try:
             found: dict[str, Any] = msgspec.json.decode(self._path(id, ".json").read_bytes())
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (NotFound, FileNotFoundError, msgspec.DecodeError):
             return None
         return found
 

@@ -5,11 +5,13 @@ The undisturbed run of each configuration (one request at a time) is the oracle 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.api import Grammar
 from tests.texts import english
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -93,3 +95,37 @@ def test_the_same_tokens_and_logprobs_bit_for_bit(alone, config: str, schedule: 
     if schedule in PRESSED:
         assert stats.preemptions_swap + stats.preemptions_recompute > 0, "the pool was not small enough to preempt"
     assert stats.blocks_free == stats.blocks_total, "blocks leaked"
+
+
+def rivers() -> tuple[list[str], list[SamplingParams]]:
+    """JSON under a schema, greedy and sampled, with logprobs; its own repetitions are there to be guessed."""
+    thing = {
+        "type": "object",
+        "properties": {"name": {"enum": ["river", "lake", "mountain"]}, "size": {"type": "integer", "minimum": 0}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
+    grammar = Grammar("json_schema", json.dumps({"type": "array", "items": thing, "minItems": 3, "maxItems": 3}))
+    prompts = [f"List {i}, as JSON: " + "rivers and lakes and mountains " * 5 for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=48, logprobs=2, seed=i, temperature=(0, 0.9)[i % 2], grammar=grammar)
+        for i in range(4)
+    ]
+    return prompts, params
+
+
+def test_a_grammar_with_guesses_and_logprobs_survives_preemption_bit_for_bit() -> None:
+    prompts, params = rivers()
+
+    def lists(llm: LLM) -> list[Any]:
+        answers = llm.generate(prompts, params, progress=False)
+        return [(a.choices[0].tokens, a.choices[0].logprobs) for a in answers]
+
+    with LLM("smollm2", max_num_seqs=1, enable_prefix_caching=False, speculate="off") as llm:
+        want = lists(llm)
+    for preemption in ("recompute", "swap"):
+        with LLM("smollm2", num_kv_blocks=10, preemption=preemption, swap_space="64MiB", speculate="ngram") as llm:
+            assert lists(llm) == want, f"differs under {preemption}"
+            stats = llm.stats()
+        assert stats.spec_accepted > 0, "nothing was guessed"
+        assert getattr(stats, f"preemptions_{preemption}") > 0, "the pool was not small enough to preempt"

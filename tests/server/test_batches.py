@@ -156,7 +156,9 @@ async def test_what_is_no_batch_is_refused(store: Api):
     good = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     for change in ({"endpoint": "/health"}, {"completion_window": "1h"}, {"metadata": {"a": "x" * 600}}):
         await store.refused("/v1/batches", good | change)
-    await store.refused("/v1/batches", good | {"input_file_id": "file-nope"}, 404)
+    for unknown in ("file-nope", "file-" + 24 * "0", "../x"):
+        error = await store.refused("/v1/batches", good | {"input_file_id": unknown}, 404)
+        assert error["param"] == "input_file_id"
     await store.refused("/v1/batches", good | {"input_file_id": (await upload(store, b"", "vision"))["id"]})
     error_of(await store.http.get("/v1/batches/batch_nope"), 404)
 
