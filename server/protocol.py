@@ -304,7 +304,7 @@ class DetokenizeRequest(_Form):
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raise InvalidRequest for a field that would change the output and isn't built here."""
+    """Raise InvalidRequest for a field that would change the output and isn't built here; null and false don't."""
     for name in body:
-        if name in REFUSED and body[name] is not None:
+        if name in REFUSED and body[name] is not None and body[name] is not False:
             raise InvalidRequest(f"{name} is not supported by this server", param=name)

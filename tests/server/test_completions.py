@@ -138,6 +138,14 @@ async def test_contradictions_are_refused_before_a_stream_begins(api: Api, field
     assert error["param"] == param
 
 
+async def test_what_is_not_built_here_is_refused_unless_it_is_switched_off(api: Api):
+    plain = await api.complete("A small boat")
+    off = {"no_stop_trim": False, "return_hidden_states": False, "echo": False, "regex": None}  # as routers fill in
+    assert (await api.complete("A small boat", **off))["choices"] == plain["choices"]
+    for name, value in {"no_stop_trim": True, "n_keep": 0, "regex": ""}.items():
+        assert (await api.refused(PATH, complete_body(**{name: value})))["param"] == name
+
+
 async def test_prompt_and_limit_beyond_the_context_are_refused(api: Api):
     error = await api.refused(PATH, complete_body([9] * 20, max_tokens=500))
     assert error["code"] == "context_length_exceeded"
