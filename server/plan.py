@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from engine.errors import ConfigError
-from engine.simulate.capacity import SHARE, Answer, Objective, replicas_for
+from engine.simulate.capacity import LASTS_S, SHARE, Answer, Objective, estimate, replicas_for
 from engine.simulate.cluster import Report, Routing, simulate
 from engine.simulate.cost import DEVICES, CostModel, ModelSize, load_fit, roofline
 from engine.simulate.setup import CoreSettings, Geometry, pool_of
@@ -17,6 +17,8 @@ from server.plot import bars, document
 
 DESCRIPTION = """Replays a trace at a rate on simulated replicas: real scheduler, KV memory, prefix cache, preemption;
 the time of a step comes from a fit to measured steps (octavo bench steps --json FILE) or a device's roofline."""
+
+FEWEST = 200  # requests of a trial, however low its rate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +68,14 @@ def main(args: argparse.Namespace) -> int:
     objective = Objective(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
     if not objective.ttft and not objective.tpot:
         raise ConfigError("say what to plan for: --slo-ttft-ms, --slo-tpot-ms or both; or give --replicas")
-    answer = replicas_for(rate, len(trace), objective, lambda r, n: _run(args, trace, r, n, cost, geometry))
+
+    def run(rate: float, replicas: int) -> Report:
+        arrivals = trace[: max(FEWEST, round(LASTS_S * rate))]
+        return _run(args, arrivals, rate, replicas, cost, geometry, objective)
+
+    answer = replicas_for(rate, len(trace), objective, estimate(trace, cost, geometry), run)
     if answer is None:
-        print("answer    none: even a request alone misses the objective")
+        print("answer    none: even requests that hardly meet miss the objective")
         return 1
     return _tell(args, answer, rate)
 
@@ -100,15 +107,23 @@ def _geometry(geometry: Geometry, args: argparse.Namespace, blocks: int, block_s
 
 
 def _run(
-    args: argparse.Namespace, trace: list[Arrival], rate: float, replicas: int, cost: CostModel, geometry: Geometry
+    args: argparse.Namespace,
+    trace: list[Arrival],
+    rate: float,
+    replicas: int,
+    cost: CostModel,
+    geometry: Geometry,
+    objective: Objective | None = None,
 ) -> Report:
+    """With an objective: until it is missed."""
     settings = CoreSettings(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         preemption=args.preemption,
         stall_s=args.target_itl / 1000,
     )
-    return simulate(at_rate(trace, rate), replicas, geometry, settings, cost, args.routing)
+    lost = objective.watch(len(trace)) if objective else lambda one: False
+    return simulate(at_rate(trace, rate), replicas, geometry, settings, cost, args.routing, lost)
 
 
 def _figures(report: Report) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,6 +113,7 @@ class Report:
     queried: int = 0
     hits: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
+    whole: bool = True  # False: given up before the end
 
     def percentile(self, what: Literal["ttft", "tpot"], share: float) -> float:
         """In seconds, over the requests that were served."""
@@ -138,14 +140,15 @@ def simulate(
     settings: CoreSettings,
     cost: CostModel,
     routing: Routing = "round-robin",
+    lost: Callable[[Served], bool] = lambda one: False,
 ) -> Report:
-    """Run the whole trace and let every request end."""
+    """Run the whole trace and let every request end; or until `lost`, told of each that ended, gives the run up."""
     fleet = [Replica(geometry, settings, cost) for _ in range(replicas)]
     served = [Served(a.time) for a in trace]
     ready: list[tuple[float, int]] = []  # (its time, replica) of those with work
     busy: set[int] = set()
-    coming = 0
-    while coming < len(trace) or ready:
+    coming, whole = 0, True
+    while whole and (coming < len(trace) or ready):
         if coming < len(trace) and (not ready or trace[coming].time <= ready[0][0]):
             where = _route(routing, fleet, trace[coming], coming)
             fleet[where].add(str(coming), trace[coming], coming)
@@ -155,7 +158,7 @@ def simulate(
             coming += 1
             continue
         _, where = heapq.heappop(ready)
-        _step(fleet[where], served)
+        whole = not any(lost(one) for one in _step(fleet[where], served))
         if fleet[where].core.has_work():
             heapq.heappush(ready, (fleet[where].clock.now, where))
         else:
@@ -170,10 +173,13 @@ def simulate(
             "swap": sum(s.preemptions_swap for s in stats),
             "recompute": sum(s.preemptions_recompute for s in stats),
         },
+        whole,
     )
 
 
-def _step(replica: Replica, served: list[Served]) -> None:
+def _step(replica: Replica, served: list[Served]) -> list[Served]:
+    """Those that ended."""
+    ended = []
     for delta in replica.core.step().deltas:
         one = served[int(delta.id)]
         if delta.tokens:
@@ -184,6 +190,8 @@ def _step(replica: Replica, served: list[Served]) -> None:
         if delta.finish is not None:
             one.error = delta.error
             replica.load -= replica.sizes.pop(delta.id)
+            ended.append(one)
+    return ended
 
 
 def _route(routing: Routing, fleet: list[Replica], arrival: Arrival, index: int) -> int:

@@ -49,19 +49,22 @@ def test_a_shared_prefix_is_computed_once_and_affinity_finds_it() -> None:
 
 
 def test_the_answer_is_the_smallest_fleet_that_keeps_the_objective() -> None:
-    trace = generate(300, seed=2)
+    trace = generate(300, seed=2, output=20)
     objective = Objective(ttft=0.2, tpot=0.0)
-    answer = replicas_for(200.0, len(trace), objective, lambda rate, n: run(at_rate(trace, rate), n))
-    assert answer is not None
-    simulated = at_rate(trace, 200.0 / answer.shards)
-    assert simulated[-1].time - simulated[0].time > 0.9 * LASTS_S  # queues have time to grow
-    assert objective.kept(run(simulated, answer.simulated))
-    assert answer.simulated == 1 or not objective.kept(run(simulated, answer.simulated - 1))
-    assert answer.replicas == -(-answer.simulated * answer.shards // 1)
+    for rate, capacity in ((5.0, 1.0), (200.0, 20.0)):
+        answer = replicas_for(rate, len(trace), objective, capacity, lambda r, n: run(at_rate(trace, r), n))
+        assert answer is not None
+        share = rate / answer.shards
+        simulated = at_rate(trace, share)
+        assert simulated[-1].time - simulated[0].time > 0.9 * LASTS_S  # queues have time to grow
+        assert objective.kept(run(simulated, answer.simulated))
+        if answer.shards == 1:
+            assert answer.simulated == 1 or not objective.kept(run(simulated, answer.simulated - 1))
+        assert answer.replicas == -(-answer.simulated * answer.shards // 1)
 
 
 def test_an_objective_below_one_step_has_no_answer() -> None:
-    assert replicas_for(1.0, 5, Objective(ttft=0.001, tpot=0), lambda r, n: run(generate(5, 0), n)) is None
+    assert replicas_for(1.0, 5, Objective(ttft=0.001, tpot=0), 1.0, lambda r, n: run(generate(5, 0), n)) is None
 
 
 def test_a_fit_finds_the_model_that_made_the_samples() -> None:
