@@ -32,7 +32,8 @@ class Constraints:
     def mask(self, position: int, grammar: bytes | None, vocab_size: int) -> Mask | None:
         """Tokens allowed at `position`: grammar, allowed ids, min_tokens and bad words together; None = all.
 
-        The history must stand right before the position.
+        The history must stand right before the position. Never empty, for the other sequences of the step would
+        fail with this one: where nothing is left, allowed ids give way to the grammar, and bans to both.
         """
         banned = list(self.stop_ids) if position - self.prompt_len < self.min_tokens else []
         if self.history is not None:
@@ -40,13 +41,14 @@ class Constraints:
         mask = self.allowed
         if grammar is not None:
             words = np.frombuffer(grammar, np.uint32)
-            mask = words if mask is None else mask & words
+            both = words if mask is None else mask & words
+            mask = both if both.any() else words
         if not banned:
             return mask
-        mask = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
+        left = np.full((vocab_size + 31) // 32, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
         for token in banned:
-            mask[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
-        return mask
+            left[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+        return left if left.any() else mask
 
 
 class Slots:
