@@ -53,7 +53,7 @@ class EngineCore:
         self._ledger = self.scheduler.ledger
         self._flights: deque[Plan] = deque()
         self._adapters: set[str] = set()
-        self._loading: set[str] = set()  # names of adapters on their way
+        self._loading: dict[str, list[AddRequest]] = {}  # adapter on its way -> requests that wait for it
         self._steps = self._step_tokens = 0
         self._step_s = self._schedule_s = self._waited_s = self._sample_s = 0.0
         self._last_step = 0.0
@@ -62,7 +62,7 @@ class EngineCore:
         """Queue a request. A refusal is a terminal delta a choice in the next `step`."""
         if request.adapter and request.adapter not in self._adapters:
             if request.adapter in self._loading:
-                self._ledger.refuse(request, "overloaded", f"adapter {request.adapter!r} is being loaded")
+                self._loading[request.adapter].append(request)
             else:
                 self._ledger.refuse(request, "invalid", f"adapter {request.adapter!r} is not loaded")
             return
@@ -70,6 +70,11 @@ class EngineCore:
 
     def abort(self, request_id: str, choice: int = -1) -> None:
         """End a request, or one of its choices. Its blocks are free at once. Idempotent."""
+        for waiting in self._loading.values():
+            for request in [request for request in waiting if request.id == request_id]:
+                if choice < 0 or request.params.n == 1:
+                    waiting.remove(request)
+                    self._ledger.abort_unseen(request)
         self.scheduler.abort(request_id, choice)
 
     def has_work(self) -> bool:
@@ -180,24 +185,29 @@ class EngineCore:
     def begin_load(self, argument: dict[str, str]) -> Callable[[], None]:
         """Check what `load_adapter` is given, and return what takes long: another thread may run it beside steps, and
 
-        `end_load` follows on this one. Until then no request may name the adapter. Raises InvalidRequest.
+        `end_load` follows on this one. Until then requests that name the adapter wait. Raises InvalidRequest.
         """
         name, path = self._free_adapter("load_adapter", argument), argument.get("path", "")
         if not path:
             raise InvalidRequest("load_adapter needs a name and a path")
         self._adapters.discard(name)
-        self._loading.add(name)
+        self._loading[name] = []
         return lambda: self._executor.load_adapter(name, path)
 
     def end_load(self, argument: dict[str, str], problem: Exception | None) -> dict[str, Any]:
         """The adapter is served from now on, unless there was a problem. Raises InvalidRequest for one of its files."""
         name = argument["name"]
-        self._loading.discard(name)
-        if problem is not None:
+        waiting = self._loading.pop(name)
+        if problem is None:
+            self._adapters.add(name)
+            answer = self._forget_prefixes()
+        else:
             self._executor.unload_adapter(name)  # what it replaces is no longer known to be whole
+        for request in waiting:
+            self.add(request)
+        if problem is not None:
             raise InvalidRequest(str(problem)) if isinstance(problem, ConfigError) else problem
-        self._adapters.add(name)
-        return self._forget_prefixes()
+        return answer
 
     def _free_adapter(self, command: str, argument: dict[str, str]) -> str:
         """The name of an adapter that no request uses. Raises InvalidRequest."""

@@ -66,6 +66,11 @@ class Ledger:
         for choice in range(add.params.n):
             self.deltas.append(Delta(add.id, choice, (), finish=FinishReason.ERROR, error=message, error_kind=kind))
 
+    def abort_unseen(self, add: AddRequest) -> None:
+        """A request that never came to the scheduler was called back."""
+        for choice in range(add.params.n):
+            self.deltas.append(Delta(add.id, choice, (), finish=FinishReason.ABORT))
+
     def tell(
         self,
         request: Request,

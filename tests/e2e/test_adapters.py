@@ -69,8 +69,9 @@ async def complete(http: httpx.AsyncClient, model: str, prompt: str, tokens: int
 
 
 async def until_alive(http: httpx.AsyncClient, count: int) -> None:
-    while len((await http.get("/debug/requests")).json()["alive"]) < count:
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while len((await http.get("/debug/requests")).json()["alive"]) < count:
+            await asyncio.sleep(0.02)
 
 
 async def test_two_adapters_and_the_base_at_once_get_what_each_gets_alone(server: Server) -> None:

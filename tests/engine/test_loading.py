@@ -1,4 +1,4 @@
-"""Adapters are loaded beside the loop: streams go on, and whoever asks for one too early is told so."""
+"""Adapters are loaded beside the loop: streams go on, and whoever asks for one too early waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from contextlib import contextmanager
 
 import msgspec
 
-from engine.api import AddRequest, Control, FromEngine, Ready, SamplingParams, Shutdown, Snapshot, StepOut, ToEngine
+from engine.api import (
+    Abort,
+    AddRequest,
+    Control,
+    FinishReason,
+    FromEngine,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Snapshot,
+    StepOut,
+    ToEngine,
+)
 from engine.core.engine import EngineCore
 from engine.core.plan import Geometry
 from engine.core.settings import CoreSettings
@@ -60,16 +72,24 @@ class Line:
         except queue.Empty:
             return []
 
-    def ask(self, id: str, adapter: str = "") -> str:
-        """The error of a request's end, "" if there is none."""
+    def begin(self, id: str, adapter: str = "") -> None:
         params = SamplingParams(max_tokens=5)
         self.inbox.put(AddRequest(id=id, prompt=(1, 2, 3), params=params, arrival=0.0, adapter=adapter))
+
+    def end(self) -> tuple[str, FinishReason, str]:
+        """The next request that ends: its id, how, and the error if there is one."""
         while True:
             message = self.outbox.get(timeout=60)
             if isinstance(message, StepOut):
                 for delta in message.deltas:
-                    if delta.id == id and delta.finish is not None:
-                        return delta.error
+                    if delta.finish is not None:
+                        return delta.id, delta.finish, delta.error
+
+    def ask(self, id: str, adapter: str = "") -> str:
+        self.begin(id, adapter)
+        ended, _, error = self.end()
+        assert ended == id
+        return error
 
     def load(self, token: int, path: str) -> None:
         self.inbox.put(Control(token, "load_adapter", {"name": "a", "path": path}))
@@ -98,12 +118,33 @@ def test_streams_go_on_while_an_adapter_is_loaded() -> None:
     with running(executor) as line:
         line.load(1, "/a")
         assert line.ask("base") == ""
-        assert line.ask("early", "a") == "adapter 'a' is being loaded"
         line.load(2, "/b")
         assert "is being loaded" in line.answer(2).error
         executor.let_in.set()
         assert msgspec.json.decode(line.answer(1).json)["adapters"] == ["a"]
         assert line.ask("then", "a") == ""
+
+
+def test_a_request_waits_for_the_adapter_that_it_names() -> None:
+    executor = SlowToLoad()
+    with running(executor) as line:
+        line.load(1, "/a")
+        line.begin("early", "a")
+        line.begin("called back", "a")
+        line.inbox.put(Abort("called back", -1))
+        assert line.end() == ("called back", FinishReason.ABORT, "")
+        assert line.ask("base") == ""
+        executor.let_in.set()
+        assert line.end() == ("early", FinishReason.LENGTH, "")
+
+
+def test_who_waits_for_an_adapter_that_cant_be_read_is_told_so() -> None:
+    executor = SlowToLoad()
+    with running(executor) as line:
+        line.load(1, "/broken")
+        line.begin("early", "a")
+        executor.let_in.set()
+        assert line.end() == ("early", FinishReason.ERROR, "adapter 'a' is not loaded")
 
 
 def test_an_adapter_that_cant_be_read_is_not_served() -> None:

