@@ -72,8 +72,13 @@ def config_of_gguf(file: GGUFFile) -> dict[str, Any]:
     for role in ("bos", "eos"):
         if f"tokenizer.ggml.{role}_token_id" in metadata:
             config[f"{role}_token_id"] = metadata[f"tokenizer.ggml.{role}_token_id"]
-    _rope(config, file, name)
-    _family(config, file, name)
+    try:
+        _rope(config, file, name)
+        _family(config, file, name)
+    except KeyError as error:
+        raise ConfigError(f"{file.path} lacks the metadata for {error.args[0]}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{file.path} has metadata that can't be used: {error}") from error
     return config
 
 

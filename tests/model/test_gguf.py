@@ -159,6 +159,13 @@ def test_a_good_file_is_read(good: Path) -> None:
     read_everything(good)
 
 
+def test_a_key_that_others_are_reckoned_from_may_not_be_missing(good: Path) -> None:
+    content = good.read_bytes()
+    for key in (b"llama.embedding_length", b"llama.attention.head_count", b"llama.block_count"):
+        assert content.count(key) >= 1
+        assert refused(good, content.replace(key, key[:-1] + b"?", 1), read_everything), key
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_changed_header_is_read_or_refused_in_one_line(good: Path, data: st.DataObject) -> None:
