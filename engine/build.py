@@ -368,7 +368,7 @@ def make_proposer(config: EngineConfig, choice: Choice, vocab_size: int) -> Prop
     if (draft := choice.draft) is not None:
         executor = make_executor(dataclasses.replace(choice, settings=draft.settings), draft.path, draft.spec)
         return draft_proposer(draft, executor, vocab_size, most)
-    if config.schedule.speculate == "off":
+    if config.schedule.speculate != "ngram":
         return None
     from engine.speculate.ngram import NgramProposer
 

@@ -103,7 +103,7 @@ class ScheduleConfig:
     speculate: str = option(
         "auto",
         "guess tokens and check many at once; ngram: by what stood there before; draft: by --draft-model; "
-        "auto: draft where there is one, else ngram",
+        "auto: draft where there is one, else none",
         choices=("auto", "off", "ngram", "draft"),
     )
     draft_model: str = option("", "small model of the same vocabulary that guesses tokens", metavar="MODEL")
