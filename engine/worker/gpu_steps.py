@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import queue
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.core.plan import Copied, Plan, Result
-from engine.errors import OctavoError, RequestFailed
 from engine.worker.batch import Batch, build_batch, results
 from engine.worker.gpu_blocks import GpuBlocks
 from engine.worker.gpu_compute import Flight, GpuCompute
+from engine.worker.runner import StepQueue, failure
 from engine.worker.slots import Slots
 from engine.worker.storage import KVStorage
 
@@ -74,33 +73,13 @@ class GpuRunner:
         return Result(rows, flight.landed.seconds_since(flight.began), copies)
 
 
-class GpuSteps:
-    """Runs steps in order on a thread of its own, at most two of them queued. The same face as `StepThread`."""
+class GpuSteps(StepQueue):
+    """Runs steps in order, at most two of them queued on the device."""
 
     def __init__(self, runner: GpuRunner) -> None:
         self._runner = runner
-        self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Result | OctavoError] = queue.SimpleQueue()
         self._ended = False
-        self._thread = threading.Thread(target=self._loop, name="octavo-step", daemon=True)
-        self._thread.start()
-
-    def submit(self, plan: Plan) -> None:
-        """Begin a step."""
-        self._plans.put(plan)
-
-    def collect(self) -> Result:
-        """Wait for the oldest step. Raises RequestFailed when it raised."""
-        result = self._results.get()
-        if isinstance(result, OctavoError):
-            raise result
-        return result
-
-    def close(self) -> None:
-        """Finish what was submitted and end the thread; idempotent."""
-        if self._thread.is_alive():
-            self._plans.put(None)
-            self._thread.join()
+        super().__init__()
 
     def _loop(self) -> None:
         flying: Flying | None = None
@@ -112,11 +91,11 @@ class GpuSteps:
                 continue
             try:
                 launched = self._runner.launch(plan, settled=flying is None)
-            except Exception as error:  # whatever a step raises may touch only the requests of its plan
+            except Exception as error:
                 if flying is not None:
                     self._land(flying)
                 flying = None
-                self._results.put(_failure(plan, error))
+                self._results.put(failure(plan, error))
                 continue
             if flying is not None:
                 self._land(flying)
@@ -140,12 +119,4 @@ class GpuSteps:
         try:
             self._results.put(self._runner.finish(flying))
         except Exception as error:
-            self._results.put(_failure(flying.plan, error))
-
-
-def _failure(plan: Plan, error: Exception) -> OctavoError:
-    if isinstance(error, OctavoError):
-        return error
-    failed = RequestFailed(f"step {plan.step} failed: {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
+            self._results.put(failure(flying.plan, error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -54,11 +55,10 @@ class Runner:
         return Result(rows, computed - started, copies, done - computed)
 
 
-class StepThread:
-    """Runs steps one after another on a thread of its own, so that the next plan is made meanwhile."""
+class StepQueue(ABC):
+    """A thread of its own that takes plans and gives results in order, so that the next plan is made meanwhile."""
 
-    def __init__(self, run: Callable[[Plan], Result]) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result | OctavoError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="octavo-step", daemon=True)
@@ -81,16 +81,30 @@ class StepThread:
             self._plans.put(None)
             self._thread.join()
 
+    @abstractmethod
+    def _loop(self) -> None:
+        """The thread: from the queue of plans, until a None, to the queue of results."""
+
+
+class StepThread(StepQueue):
+    """Runs steps one after another."""
+
+    def __init__(self, run: Callable[[Plan], Result]) -> None:
+        self._run = run
+        super().__init__()
+
     def _loop(self) -> None:
         while (plan := self._plans.get()) is not None:
-            self._results.put(self._attempt(plan))
+            try:
+                self._results.put(self._run(plan))
+            except Exception as error:
+                self._results.put(failure(plan, error))
 
-    def _attempt(self, plan: Plan) -> Result | OctavoError:
-        try:
-            return self._run(plan)
-        except OctavoError as error:
-            return error
-        except Exception as error:  # whatever a step raises may touch only the requests of its plan
-            failed = RequestFailed(f"step {plan.step} failed: {type(error).__name__}: {error}")
-            failed.__cause__ = error
-            return failed
+
+def failure(plan: Plan, error: Exception) -> OctavoError:
+    """What `collect` raises for a step that raised `error`: it may touch only the requests of its plan."""
+    if isinstance(error, OctavoError):
+        return error
+    failed = RequestFailed(f"step {plan.step} failed: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
