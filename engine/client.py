@@ -320,11 +320,14 @@ class Supervisor:
         """A choice of `live` has just ended; forget the request when it was the last."""
         if live.open:
             return
-        del self._live[live.request.id]
-        self._admission.leave(live.request.key)
+        self._forget(live)
         if live is self._alone:
             self._alone = None
             self._pump()
+
+    def _forget(self, live: Live) -> None:
+        del self._live[live.request.id]
+        self._admission.leave(live.request.key)
         if not self._live:
             self._changed.set()
 
@@ -392,10 +395,7 @@ class Supervisor:
         """The requests that no engine has on board, for another client to go on with: all but suspects."""
         given = [live for live in self._live.values() if not live.sent and live.deaths < SUSPECT_AT]
         for live in given:
-            del self._live[live.request.id]
-            self._admission.leave(live.request.key)
-        if not self._live:
-            self._changed.set()
+            self._forget(live)
         return given
 
     def take_over(self, live: Live) -> None:
