@@ -71,10 +71,11 @@ class EngineCore:
     def abort(self, request_id: str, choice: int = -1) -> None:
         """End a request, or one of its choices. Its blocks are free at once. Idempotent."""
         for waiting in self._loading.values():
-            for request in [request for request in waiting if request.id == request_id]:
-                if choice < 0 or request.params.n == 1:
+            for request in waiting:
+                if request.id == request_id and (choice < 0 or request.params.n == 1):
                     waiting.remove(request)
                     self._ledger.abort_unseen(request)
+                    return
         self.scheduler.abort(request_id, choice)
 
     def has_work(self) -> bool:
@@ -183,7 +184,7 @@ class EngineCore:
         return self._forget_prefixes()
 
     def begin_load(self, argument: dict[str, str]) -> Callable[[], None]:
-        """Check what `load_adapter` is given, and return what takes long: another thread may run it beside steps, and
+        """Check what `load_adapter` is given, and return what takes long, for another thread to run beside steps.
 
         `end_load` follows on this one. Until then requests that name the adapter wait. Raises InvalidRequest.
         """
