@@ -126,11 +126,9 @@ def serve(
     return answers, stats
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("blocks", [400, 24])
-def test_right_and_wrong_guesses_change_no_bit(model: Path, blocks: int, overlap: int) -> None:
-    """The guesses are the undisturbed answer with every third token wrong, and none for half of the prompts."""
-    requests = [
+def mixed() -> list[AddRequest]:
+    """Greedy and drawn, penalised, two choices."""
+    return [
         AddRequest(
             id=str(i),
             prompt=tuple(range(i + 1, i + 20)),
@@ -146,6 +144,13 @@ def test_right_and_wrong_guesses_change_no_bit(model: Path, blocks: int, overlap
         )
         for i in range(12)
     ]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("blocks", [400, 24])
+def test_right_and_wrong_guesses_change_no_bit(model: Path, blocks: int, overlap: int) -> None:
+    """The guesses are the undisturbed answer with every third token wrong, and none for half of the prompts."""
+    requests = mixed()
     want, _ = serve(model, requests, None, SETTINGS)
     whole = {
         (request.prompt, choice): [*request.prompt, *(token for token, _ in want[request.id, choice])]
@@ -188,22 +193,7 @@ def test_whatever_a_draft_model_guesses_changes_no_bit(
     model: Path, tmp_path: Path, seed: int, settings: dict[str, Any], blocks: int
 ) -> None:
     """Greedy and drawn, penalised, two choices, some resumed as after a crash; the served pool preempts or doesn't."""
-    requests = [
-        AddRequest(
-            id=str(i),
-            prompt=tuple(range(i + 1, i + 20)),
-            params=SamplingParams(
-                temperature=0.8 if i % 2 else 0.0,
-                seed=i,
-                max_tokens=24,
-                logprobs=1,
-                repetition_penalty=1.2 if i % 3 == 0 else 1.0,
-                n=2 if i % 4 == 0 else 1,
-            ),
-            arrival=float(i),
-        )
-        for i in range(12)
-    ]
+    requests = mixed()
     want, _ = serve(model, requests, None, SETTINGS)
     resumed = [
         structs.replace(request, resume=tuple(tuple(t for t, _ in want[request.id, c][:9]) for c in range(n)))
