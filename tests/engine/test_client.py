@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,15 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A temporary directory of this test alone, whatever runs beside it; its name is short, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="oct-") as own:
+        monkeypatch.setenv("TMPDIR", own)
+        monkeypatch.setattr(tempfile, "tempdir", own)
+        yield
 
 
 def directories() -> set[str]:
